@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPPO: surrogates, advantages, the policy loss, rollouts and the loop."""
