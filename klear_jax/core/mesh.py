@@ -139,9 +139,9 @@ feed-forward units and vocabulary are cut as in training."""
 
 
 def context_mesh() -> Any | None:
-    """The mesh set by `jax.set_mesh`, or None where there is none (or only one device)."""
+    """The mesh set by `jax.set_mesh`, or None where there is none."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else mesh
+    return None if mesh.empty else mesh
 
 
 def constrain(x: jax.Array, *logical: str | None, rules: Rules = TRAIN) -> jax.Array:

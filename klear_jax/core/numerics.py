@@ -83,6 +83,8 @@ def _local_logprob(hidden, head, targets, *, live_vocab, temperature, chunk, axi
     return logprobs.reshape(-1)[:n].reshape(b, t), entropy.reshape(-1)[:n].reshape(b, t)
 
 
-def masked_sum(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, ""]:
+def masked_sum(
+    x: Float[Array, "b t"] | Bool[Array, "b t"], mask: Bool[Array, "b t"]
+) -> Float[Array, ""]:
     """Sum of `x` where `mask` holds; what stands elsewhere, NaN too, does not count."""
     return jnp.where(mask, x, 0.0).sum()

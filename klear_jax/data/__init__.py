@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems, tokens and packed rows, made on the host. Nothing here except `pipeline` imports jax."""
+"""Problems, tokens and packed rows, made on the host. Only `pipeline` may import jax."""

@@ -15,9 +15,10 @@ EMPTY_THINK = f"{THINK}\n\n{THINK_END}\n\n"
 
 
 def split_response(text: str) -> tuple[str, str]:
-    """Think text and answer of a response: before the first and after the last `</think>`, tags removed.
+    """Think text and answer of a response, tags removed.
 
-    Newlines next to the tags are dropped. Without `</think>` the think text is empty and the
+    Think text ends at the first `</think>`, the answer starts after the last. Newlines at the tags
+    are dropped. Without `</think>` the think text is empty and the
     answer is the text as it is.
     """
     if THINK_END not in text:
@@ -41,7 +42,7 @@ def render_prompt(messages: Sequence[Message], *, thinking: bool = True) -> str:
 def encode_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = True
 ) -> list[int]:
-    """Ids of the prompt, up to and with the assistant header (and the empty think block, if any)."""
+    """Ids of the prompt, up to and with the assistant header or the empty think block."""
     start, end = tokenizer.token_id(IM_START), tokenizer.end_id
     newline = tokenizer.encode("\n")
     ids: list[int] = []

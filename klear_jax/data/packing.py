@@ -26,8 +26,8 @@ class TokenSequence:
             raise ValueError(f"tokens of shape {self.tokens.shape}; expected [n] with n >= 2")
         if not 1 <= self.prompt_length <= self.tokens.shape[0]:
             raise ValueError(
-                f"prompt_length={self.prompt_length} of {self.tokens.shape[0]} tokens; it must be from 1"
-                " to the number of tokens, since the first token is predicted from nothing"
+                f"prompt_length={self.prompt_length} of {self.tokens.shape[0]} tokens; it must be"
+                " from 1 to the number of tokens, since the first token is predicted from nothing"
             )
 
     @property
@@ -100,11 +100,10 @@ def pack(
         row: cells in a row (t).
         rows: number of rows (b); empty ones are added up to it. None: as many as needed.
         per_token: extra arrays by name, one per sequence of length n - prompt_length: the value
-        of each
-            completion token, placed at the cell that predicts it.
+            of each completion token, placed at the cell that predicts it.
     Raises:
-        ValueError: a sequence too long, more rows needed than given, or an extra array of another
-        length.
+        ValueError: a sequence is too long, more rows are needed than given, or an extra array has
+            another length.
     """
     extras = dict(per_token or {})
     for name, arrays in extras.items():
@@ -113,8 +112,8 @@ def pack(
     count = len(plan) if rows is None else rows
     if len(plan) > count:
         raise ValueError(
-            f"{len(sequences)} sequences need {len(plan)} rows of {row} cells, rows={rows} were given;"
-            " give more rows or longer ones"
+            f"{len(sequences)} sequences need {len(plan)} rows of {row} cells, rows={rows} were"
+            " given; give more rows or longer ones"
         )
     shape = (count, row)
     tokens, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))

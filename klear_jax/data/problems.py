@@ -7,14 +7,19 @@ first.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
+
 ROLES = ("system", "user", "assistant")
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 class ProblemError(ValueError):
@@ -72,36 +77,54 @@ def load_problems(path: str | Path, *, limit: int | None = None) -> list[Problem
     path = Path(path)
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} asks for no problems; give 1 or more, or None for all")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ProblemError(f"{path}: cannot read ({error.strerror}); give a JSONL file") from error
+    stem = path.name.split(".")[0]
     problems: list[Problem] = []
     lines: dict[str, int] = {}
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            problem = _problem(_decode(line), stem=path.name.split(".")[0], line=number)
-        except _FieldError as error:
-            raise ProblemError(f"{path}:{number}: {error}") from error
+    for number, problem in _parsed(path, lambda r, line: _problem(r, stem=stem, line=line)):
         if problem.id in lines:
             raise ProblemError(
-                f"{path}:{number}: id: {problem.id!r} is also on line {lines[problem.id]}; make ids unique"
+                f"{path}:{number}: id: {problem.id!r} is also on line"
+                f" {lines[problem.id]}; make ids unique"
             )
         lines[problem.id] = number
         problems.append(problem)
         if len(problems) == limit:
             break
-    if not problems:
-        raise ProblemError(
-            f"{path}: no problems; the file is empty, expected one JSON object a line"
-        )
     return problems
 
 
+def load_conversations(path: str | Path) -> list[tuple[Message, ...]]:
+    """Read a JSONL file of demonstrations: `messages` that end with an assistant turn.
+
+    Raises:
+        ProblemError: at the first fault, with file, line and field.
+    """
+    return [messages for _, messages in _parsed(Path(path), lambda r, line: _conversation(r))]
+
+
+def _parsed(path: Path, parse: Callable[[dict[str, Any], int], T]) -> Iterator[tuple[int, T]]:
+    """(line number, parsed record) of each line of a JSONL file that is not blank."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ProblemError(f"{path}: cannot read ({error.strerror}); give a JSONL file") from error
+    found = False
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        found = True
+        try:
+            yield number, parse(_decode(line), number)
+        except _FieldError as error:
+            raise ProblemError(f"{path}:{number}: {error}") from error
+    if not found:
+        raise ProblemError(
+            f"{path}: no problems; the file is empty, expected one JSON object a line"
+        )
+
+
 def fingerprint(problems: Iterable[Problem]) -> str:
-    """SHA-256 (hex) of the problems' content in order. A resumed run compares it with the saved one."""
+    """SHA-256 (hex) of the problems' content in order; a resumed run must find the same."""
     digest = hashlib.sha256()
     for problem in problems:
         digest.update(msgspec.json.encode(problem, order="deterministic"))
@@ -109,27 +132,23 @@ def fingerprint(problems: Iterable[Problem]) -> str:
     return digest.hexdigest()
 
 
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Index of the `}` that closes the `{` at `start`, or None. `\{` and `\}` do not count."""
-    depth = 0
-    i = start
-    while i < len(text):
-        char = text[i]
-        if char == "\\":
-            i += 2
-            continue
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return i
-        i += 1
-    return None
+def brace_pairs(text: str) -> dict[int, int]:
+    r"""Index of each closed `{`, with that of its `}`; `\{` and `\}` do not count. Linear."""
+    pairs: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            pairs[opened.pop()] = match.start()
+    return pairs
 
 
 def strip_box(text: str) -> str:
-    r"""The content of `text` when it is exactly one `\boxed{...}` (dollars allowed), else `text` trimmed."""
+    r"""What is in `text` when it is exactly one `\boxed{...}` (dollars allowed), else `text`."""
     text = text.strip()
     inner = text.strip("$").strip() if text.startswith("$") and text.endswith("$") else text
-    if inner.startswith("\\boxed{") and closing_brace(inner, 6) == len(inner) - 1:
+    if inner.startswith("\\boxed{") and brace_pairs(inner).get(6) == len(inner) - 1:
         return inner[7:-1].strip()
     return text
 
@@ -188,14 +207,30 @@ def _messages(record: dict[str, Any]) -> tuple[Message, ...]:
     given = record[field]
     if isinstance(given, str) and field != "messages":
         given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise _FieldError(f"{field}: {given!r}; expected a list of messages with role and content")
-    messages = tuple(_message(item, field=f"{field}[{i}]") for i, item in enumerate(given))
+    messages = _turns(given, field=field)
     if messages[-1].role != "user":
         raise _FieldError(
-            f"{field}: the last message is from {messages[-1].role!r}; a prompt must end with a user message"
+            f"{field}: the last message is from {messages[-1].role!r};"
+            " a prompt must end with a user message"
         )
     return messages
+
+
+def _conversation(record: dict[str, Any]) -> tuple[Message, ...]:
+    if "messages" not in record:
+        raise _FieldError("messages: missing; give a list of messages with role and content")
+    messages = _turns(record["messages"], field="messages")
+    if messages[-1].role != "assistant" or len(messages) < 2 or messages[-2].role != "user":
+        raise _FieldError(
+            "messages: a demonstration must end with a user message and the assistant's answer"
+        )
+    return messages
+
+
+def _turns(given: object, *, field: str) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise _FieldError(f"{field}: {given!r}; expected a list of messages with role and content")
+    return tuple(_message(item, field=f"{field}[{i}]") for i, item in enumerate(given))
 
 
 def _message(item: object, *, field: str) -> Message:

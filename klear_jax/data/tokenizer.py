@@ -36,7 +36,7 @@ class Tokenizer:
     """Text to ids and back. Make one with `load_tokenizer`."""
 
     def __init__(self, name: str, backend: Any, *, extra_stops: Sequence[int] = ()) -> None:
-        """Wrap a `tokenizers.Tokenizer`; `extra_stops` are end ids named by a model folder's configs."""
+        """Wrap a `tokenizers.Tokenizer`; `extra_stops` are end ids that configs name."""
         self.name = name
         self._backend = backend
         # Names of special tokens inside ordinary text stay text; chat inserts the real ones by id.
@@ -50,13 +50,13 @@ class Tokenizer:
         """Every id that ends a completion: the chat end, end of text, and what the configs name."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`. `<think>` and other non-special tokens are recognised, `<|im_end|>` is plain text."""
+        """Ids of `text`. `<think>` and other non-special tokens count, `<|im_end|>` is text."""
         # A lone surrogate is no Unicode text; the library would raise on it.
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self._backend.encode(clean, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of ids. Never raises: an id without a token, or bytes that are no UTF-8, give U+FFFD."""
+        """Text of ids. Never raises: an id without a token and broken UTF-8 give U+FFFD."""
         parts: list[str] = []
         run: list[int] = []
         for i in map(int, ids):
@@ -92,10 +92,10 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
     Args:
         name_or_path: "bytes", "qwen3", or a folder with tokenizer.json, or vocab.json and
-        merges.txt.
+            merges.txt.
     Raises:
         ValueError: neither; or, for "qwen3", its vocabulary package is missing or has other
-        content.
+            content.
     """
     name = str(name_or_path)
     if name == "bytes":
@@ -110,8 +110,8 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         backend = auto.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
     else:
         raise ValueError(
-            f"tokenizer {name!r} is unknown; give 'bytes', 'qwen3', or a folder that holds tokenizer.json"
-            " (or vocab.json and merges.txt)"
+            f"tokenizer {name!r} is unknown; give 'bytes', 'qwen3', or a folder that holds"
+            " tokenizer.json (or vocab.json and merges.txt)"
         )
     ids = backend.get_vocab(with_added_tokens=True)
     return Tokenizer(name, backend, extra_stops=_configured_stops(folder, ids))

@@ -7,6 +7,7 @@ tree serves trainer, sampler and checkpoint.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -123,13 +124,18 @@ def init(cfg: ModelConfig, seed: int, mesh: Mesh | None = None) -> Params:
     for number, (info, path, target) in enumerate(zip(infos, paths, targets, strict=True)):
         residual = path.endswith(("wo", "down"))
         scale = cfg.init_range / ((2 * cfg.layers) ** 0.5 if residual else 1.0)
-        draw = functools.partial(_draw, info=info, scale=scale, sharding=target)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        leaves.append(jax.jit(draw, out_shardings=target)(key))
+        leaves.append(_drawer(info, target)(key, scale))
     return jax.tree.unflatten(tree, leaves)
 
 
-def _draw(key: jax.Array, *, info: WeightInfo, scale: float, sharding: Any) -> jax.Array:
-    if info.init == "ones":
-        return jnp.ones(info.shape, jnp.float32, device=sharding)
-    return scale * jax.random.normal(key, info.shape, jnp.float32, out_sharding=sharding)
+@functools.cache
+def _drawer(info: WeightInfo, sharding: Any) -> Callable[[jax.Array, float], jax.Array]:
+    """The compiled draw of one leaf; leaves of one shape and layout share it."""
+
+    def draw(key, scale):
+        if info.init == "ones":
+            return jnp.ones(info.shape, jnp.float32, device=sharding)
+        return scale * jax.random.normal(key, info.shape, jnp.float32, out_sharding=sharding)
+
+    return jax.jit(draw, out_shardings=sharding)

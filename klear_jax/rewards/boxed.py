@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Where the answer stands in a response: the text after the think block and its `\boxed{}` marks."""
+r"""Where the answer stands in a response: after the think block, in `\boxed{}`."""
 
 import re
 from dataclasses import dataclass
 
-from klear_jax.data.problems import closing_brace
+from klear_jax.data.problems import brace_pairs
 
 _BOX = re.compile(r"\\boxed\b\s*")
 _BOX_OR_FRAME = re.compile(r"\\f?box(?:ed)?\b\s*")
@@ -35,11 +35,13 @@ def find_boxes(text: str, *, frames: bool = False) -> Boxes:
     spans: list[tuple[int, int, str]] = []
     unclosed = False
     position = 0
+    # One pass for all: a search from each box would be quadratic in a hostile response.
+    pairs = brace_pairs(text) if "box" in text else {}
     pattern = _BOX_OR_FRAME if frames else _BOX
     while match := pattern.search(text, position):
         start = position = match.end()
         if text[start : start + 1] == "{":
-            end = closing_brace(text, start)
+            end = pairs.get(start)
             if end is None:
                 unclosed = True
                 continue

@@ -29,6 +29,7 @@ _SAME_VALUE = (
     (re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])"), ""),
     (re.compile(r"\\[dt]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\{,\}|,\\!\s*"), ","),
+    (re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))"), ""),
     (re.compile(r"\\\$"), ""),
     (re.compile(r"\\[!,;: ]"), " "),
     (re.compile(r"\\(?:mathrm|operatorname)\s*\{([ei])\}"), r"\1"),
@@ -42,6 +43,7 @@ _FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(-?)([0-9]+)\s*(?:(?<=\s)([0-9]+)/([0-9]+)|\\frac\{([0-9]+)\}\{([0-9]+)\})")
 _PLAIN = re.compile(rf"([+-]?)({_NUMBER})")
+_SHORT_WORDS = ("yes", "no", "odd")
 _CHOICE = re.compile(r"\(?([A-J])\)?\.?")
 _CHOICE_WITH_TEXT = re.compile(r"\(?([A-J])\)?\s*[:.)]\s*\S.*", re.DOTALL)
 _TEXT_NUMBER = re.compile(r"\\text\s*\{\s*(-?[0-9.,/]*[0-9])\s*\}")
@@ -49,10 +51,10 @@ _LEAD_IN = re.compile(r"\\text\s*\{[^{}]*\b(?:is|are|equals)\s*:?\s*\}\s*(?=\S)"
 
 
 def clean(text: str) -> str:
-    """`text` without marks that do not change its value: dollars, sizes, thin spaces, outer brackets."""
+    """`text` without marks that do not change its value: dollars, sizes, thin spaces."""
     text = text.strip().strip("$").strip().rstrip(".").rstrip()
-    for pattern, plain in _SAME_VALUE:
-        text = pattern.sub(plain, text)
+    for pattern, written in _SAME_VALUE:
+        text = pattern.sub(written, text)
     for char, fraction in _VULGAR.items():
         text = text.replace(char, fraction)
     text = _LEAD_IN.sub("", text)
@@ -83,7 +85,7 @@ def _without_outer_brackets(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """`text` without spaces that separate nothing. "1 1/2" keeps its space: "11/2" is another number."""
+    """`text` without spaces that separate nothing; "1 1/2" must not become "11/2"."""
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
 
 
@@ -97,10 +99,10 @@ class Number:
 
 
 def number(text: str) -> Number | None:
-    r"""Read `text` (cleaned) as a number: 7, -1,234, 0.5, .5, 3/4, \frac{3}{4}, 11 5/6; None if it is none.
+    r"""Read `text` (cleaned) as a number, or None.
 
-    Commas count as thousands only in groups of three: "0,1" is a list. A mixed number needs a
-    proper fraction.
+    Forms: 7, -1,234, 0.5, .5, 3/4, \frac{3}{4}, 11 5/6. Commas count as thousands only in groups
+    of three: "0,1" is a list. A mixed number needs a proper fraction.
     """
     text = text.strip()
     unsigned = text.lstrip("+-")
@@ -122,35 +124,40 @@ def _signed(sign: str, value: Fraction, text: str) -> Number:
     return Number(-value if sign == "-" else value, "." in text)
 
 
+def plain(text: str) -> str:
+    r"""`text` without `\text{}` and its kin, and without a final full stop."""
+    return re.sub(r"\s+", " ", _WRAPPER.sub(r"\1", text)).strip().strip(".")
+
+
 def words(text: str) -> str | None:
     r"""The words of an answer that is text and no formula, lower case; None for a formula.
 
     Text is what stands wholly in `\text{}`, or letters and spaces with a word of four letters or
-    more. Without this rule algebra would call "stop" and "post" the same product.
+    more, or a well-known short word. Without this rule algebra would call "stop" and "post" the
+    same product.
     """
     wrapped = _WRAPPER.fullmatch(text.strip())
-    plain = _WRAPPER.sub(r"\1", text).strip().strip(".")
-    letters = re.fullmatch(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*", plain)
-    if not letters or not (wrapped or re.search(r"[^\W\d_]{4}", plain)) or len(plain) < 2:
+    bare = plain(text).casefold()
+    if len(bare) < 2 or not re.fullmatch(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*", bare):
         return None
-    return re.sub(r"\s+", " ", plain).casefold()
+    known = wrapped or bare in _SHORT_WORDS or re.search(r"[^\W\d_]{4}", bare)
+    return bare if known else None
 
 
 def choice(text: str, *, with_text: bool = False) -> str | None:
-    """The letter A to J of a choice such as "(C)"; `with_text` also reads "C: none of the above"."""
-    plain = _WRAPPER.sub(r"\1", text).strip()
-    match = _CHOICE.fullmatch(plain) or (_CHOICE_WITH_TEXT.fullmatch(plain) if with_text else None)
+    """The letter A to J of a choice such as "(C)"; `with_text` also reads "C: none of these"."""
+    bare = plain(text)
+    match = _CHOICE.fullmatch(bare) or (_CHOICE_WITH_TEXT.fullmatch(bare) if with_text else None)
     return match[1] if match else None
 
 
 def decide(gold: str, answer: str) -> bool | None:
-    """Compare two cleaned answers without algebra: equal, different, or None when algebra must decide."""
-    if squeezed(gold) == squeezed(answer):
+    """Whether two cleaned answers are equal; None when only algebra can tell."""
+    if squeezed(gold) == squeezed(answer) or squeezed(plain(gold)) == squeezed(plain(answer)):
         return True
     gold_words = words(gold)
     if gold_words is not None:
-        plain = _WRAPPER.sub(r"\1", answer).strip().strip(".")
-        return gold_words == re.sub(r"\s+", " ", plain).casefold()
+        return gold_words == plain(answer).casefold()
     letter = choice(gold)
     if letter is not None and choice(answer, with_text=True) is not None:
         return letter == choice(answer, with_text=True)
@@ -184,7 +191,7 @@ def hostile(text: str) -> str | None:
 
 def _tower(numbers: list[int]) -> float:
     """a^(b^(c...)), or infinity when it is far beyond every limit."""
-    value: float = numbers[-1]
+    value: float = numbers[-1] if numbers[-1] < 10**12 else math.inf
     for base in reversed(numbers[:-1]):
         if base > 1 and value * math.log10(base) > 12:
             return math.inf

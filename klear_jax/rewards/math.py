@@ -41,7 +41,7 @@ class _Answer:
     """What a response offers."""
 
     texts: tuple[str, ...]
-    """Readings of it, cleaned; one right reading is enough."""
+    """Readings of it as written; one right reading is enough. None when it is too long."""
     boxed: bool
     """False: `texts` is running text, in which an answer is still to be found."""
 
@@ -81,6 +81,7 @@ def validate_gold(gold: str) -> None:
 
     Raises:
         ValueError: it is empty, too long, too costly to evaluate, or no expression and no text.
+        WorkerFailed: the grader's own processes failed.
     """
     fault = _gold_fault(clean(strip_box(gold)))
     if fault:
@@ -103,7 +104,7 @@ def _shared_pool() -> MathPool:
     global _pool
     with _pool_lock:
         if _pool is None or _pool.owner != os.getpid():
-            _pool = MathPool(size=max(1, min(8, (os.cpu_count() or 1) // 2)))
+            _pool = MathPool(size=max(2, min(8, (os.cpu_count() or 1) // 2)))
         return _pool
 
 
@@ -112,7 +113,7 @@ atexit.register(close_pool)
 
 @functools.lru_cache(maxsize=4096)
 def _gold_fault(gold: str) -> str | None:
-    """Why a cleaned gold answer cannot be used, or None. A worker failure raises and is not cached."""
+    """Why a cleaned gold answer cannot be used, or None. A worker's failure is not cached."""
     if not gold:
         return "it is empty"
     if len(gold) > MAX_ANSWER:
@@ -137,8 +138,9 @@ def _read(gold: str, response: str, *, strict: bool) -> _Answer | None:
         texts = [boxes.contents[-1]]
         if not strict and len(boxes.together) > 1 and _is_list(gold):
             texts.append(", ".join(boxes.together))
-        cleaned = tuple(clean(t[: MAX_ANSWER + 100]) for t in texts)
-        return _Answer(cleaned, boxed=True) if cleaned[0] else None
+        if not texts[0]:
+            return None
+        return _Answer(tuple(t for t in texts if len(t) <= MAX_ANSWER), boxed=True)
     # An unclosed box is a cut or broken answer; what stands in it must not be guessed at.
     if strict or boxes.unclosed or not text.strip() or words(gold) is not None:
         return None
@@ -150,20 +152,25 @@ def _is_list(gold: str) -> bool:
 
 
 def _compare(gold: str, answer: _Answer, layout: Format) -> Verdict:
+    if not answer.texts:
+        return Verdict.miss(Reason.WRONG, format=layout, detail="answer too long")
+    readings = answer.texts
     if answer.boxed:
-        decisions = [decide(gold, text) for text in answer.texts]
+        cleaned = tuple(map(clean, answer.texts))
+        decisions = [decide(gold, text) for text in cleaned]
         if True in decisions:
             return Verdict.right(format=layout, detail="literal")
         if None not in decisions:
             return Verdict.miss(Reason.WRONG, format=layout, detail="literal")
-        if max(map(len, answer.texts)) > MAX_ANSWER:
-            return Verdict.miss(Reason.WRONG, format=layout, detail="answer too long")
         # Not for running text, where "it is 100000!" is no factorial; there the limit of time
         # decides.
-        cost = next(filter(None, map(hostile, answer.texts)), None)
+        cost = next(filter(None, map(hostile, cleaned)), None)
         if cost:
             return Verdict.miss(Reason.TIMEOUT, format=layout, detail=cost)
-    request = {"gold": gold, "answers": list(answer.texts), "boxed": answer.boxed}
+        # As written too: cleaning helps algebra with some answers and hinders it with others.
+        written = [text for text in answer.texts if hostile(text) is None]
+        readings = tuple(dict.fromkeys([*cleaned, *written]))
+    request = {"gold": gold, "answers": list(readings), "boxed": answer.boxed}
     try:
         outcome = _shared_pool().call(request)
     except OverLimit as error:

@@ -29,12 +29,12 @@ class WorkerFailed(Exception):
 
 
 class MathPool:
-    """Up to `size` workers, started when first needed and replaced after a kill or `max_tasks` tasks."""
+    """Up to `size` workers, started when needed, replaced after a kill or `max_tasks` tasks."""
 
     def __init__(
         self, size: int, *, limit_s: float = 2.0, start_s: float = 120.0, max_tasks: int = 5_000
     ) -> None:
-        """`limit_s` is for one comparison; starting a worker has its own limit and is not counted."""
+        """`limit_s` is for one comparison; `start_s` for the start of a worker, not counted."""
         self.owner = os.getpid()
         self._limit_s = limit_s
         self._start_s = start_s
@@ -46,7 +46,7 @@ class MathPool:
         self._closed = False
 
     def call(self, request: dict[str, Any]) -> str:
-        """Outcome of a request (see `symbolic.answer_request`). Waits for a worker when all are busy.
+        """Outcome of a request (see `symbolic.answer_request`). Waits when all are busy.
 
         Raises:
             OverLimit: it took too long or too much memory.
@@ -88,7 +88,7 @@ class MathPool:
             return worker
 
     def _put(self, worker: "_Worker", *, healthy: bool) -> None:
-        """Keep a healthy worker; end another and start its successor at once, so that it warms up."""
+        """Keep a healthy worker; replace another at once, so that its successor warms up."""
         if not healthy:
             worker.end()
         with self._lock:
@@ -133,7 +133,8 @@ class _Worker:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self._in = self.process.stdin
         self._out = self.process.stdout.fileno()
         self._buffer = b""
@@ -153,7 +154,7 @@ class _Worker:
         self._in.flush()
 
     def receive(self, limit_s: float) -> dict[str, str] | None:
-        """The next reply, or None when it does not come in time. EOFError when the worker is gone."""
+        """The next reply, or None when it is late. EOFError when the worker is gone."""
         end = time.monotonic() + limit_s
         poll = select.poll()
         poll.register(self._out, select.POLLIN)

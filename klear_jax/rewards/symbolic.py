@@ -60,7 +60,10 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any]) -> str:
-    """One of "bad_gold", "no_answer", "wrong", "right"; with no answers "right" says the gold is readable."""
+    """One of "bad_gold", "no_answer", "wrong", "right".
+
+    Without answers "right" says that the gold can be read.
+    """
     gold = _gold(request["gold"])
     if gold is None:
         return "bad_gold"
@@ -83,7 +86,7 @@ def _gold(text: str) -> list[Any] | None:
 
 
 def _parse(text: str) -> list[Any] | None:
-    """What math-verify reads in `text`: an expression and its source text; None without an expression."""
+    """What math-verify reads in `text`: expression and source text; None without expression."""
     from math_verify import parse
 
     parsed = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
@@ -107,20 +110,22 @@ def _tiny_and_different(left: Any, right: Any) -> bool:
 
     if isinstance(left, sympy.Equality) and isinstance(right, sympy.Equality):
         left, right = left.rhs, right.rhs
-    if isinstance(left, sympy.Tuple) and isinstance(right, sympy.Tuple) and len(left) == len(right):
-        return any(_tiny_and_different(a, b) for a, b in zip(left, right, strict=True))
+    if all(isinstance(side, sympy.Tuple | sympy.Interval) for side in (left, right)):
+        # A pair in brackets is read as an open interval; its ends come first among the arguments.
+        pairs = zip(left.args, right.args, strict=False)
+        return any(_tiny_and_different(a, b) for a, b in pairs)
     if isinstance(left, sympy.FiniteSet) and isinstance(right, sympy.FiniteSet):
         return any(all(_tiny_and_different(a, b) for b in right) for a in left)
     if not all(isinstance(e, sympy.Expr) and e.is_number for e in (left, right)) or left == right:
         return False
-    pairs = [(a, b) for a in _values(left) for b in _values(right)]
-    if min(abs(v) for v in pairs[0]) >= TINY:
+    readings = [(a, b) for a in _values(left) for b in _values(right)]
+    if min(abs(v) for v in readings[0]) >= TINY:
         return False
-    return not any(abs(a - b) <= RELATIVE * min(abs(a), abs(b)) for a, b in pairs)
+    return not any(abs(a - b) <= RELATIVE * min(abs(a), abs(b)) for a, b in readings)
 
 
 def _values(expression: Any) -> list[Any]:
-    """The value of a number, and for a percentage also the number before the sign: 25 % may mean 25."""
+    """The value of a number; for a percentage also the number before the sign."""
     import sympy
 
     value = sympy.N(expression.doit(), 30)
@@ -139,7 +144,7 @@ def _same_solution_set(left: Any, right: Any) -> bool:
 
 
 def _as_sets(side: Any) -> list[Any]:
-    """The sets that `side` may stand for; several inequalities hold together or, failing that, in turn."""
+    """The set that `side` stands for: inequalities hold together or, if they cannot, in turn."""
     import sympy
 
     if isinstance(side, sympy.Interval | sympy.Union):
@@ -159,7 +164,7 @@ def _as_sets(side: Any) -> list[Any]:
 
 
 def _same_radical(left: Any, right: Any) -> bool:
-    """Radicals of the same letters that agree for positive values, such as sqrt(1/n) and 1/sqrt(n)."""
+    """Radicals that agree for positive letters, such as sqrt(1/n) and 1/sqrt(n)."""
     import sympy
 
     if not all(isinstance(e, sympy.Expr) and _has_radical(e) for e in (left, right)):

@@ -57,7 +57,7 @@ class Verdict:
     """The judgement of one response. Construction refuses fields that contradict each other."""
 
     reward: float
-    """Raw reward in [0, 1]: 0 or 1 for math, the share of tests passed for code; NaN when not valid."""
+    """Raw reward: 0 or 1 for math, the share of tests passed for code; NaN when not valid."""
     correct: bool
     valid: bool
     """False when the sample must leave statistics, mask and denominators."""
@@ -72,8 +72,9 @@ class Verdict:
         if not self.valid:
             if not math.isnan(self.reward) or self.correct or self.reason not in _MAYBE_INVALID:
                 raise ValueError(
-                    f"invalid verdict with {self.reward=}, {self.correct=}, {self.reason=}; it needs"
-                    f" reward NaN, correct False and a reason of {[r.value for r in _MAYBE_INVALID]}"
+                    f"invalid verdict with {self.reward=}, {self.correct=}, {self.reason=}; it"
+                    " needs reward NaN, correct False and a reason of"
+                    f" {[r.value for r in _MAYBE_INVALID]}"
                 )
             return
         if not 0.0 <= self.reward <= 1.0:
@@ -82,8 +83,8 @@ class Verdict:
             raise ValueError(f"{self.reason=} in a valid verdict; set valid=False and reward NaN")
         if self.correct != (self.reason is Reason.CORRECT) or self.correct != (self.reward == 1.0):
             raise ValueError(
-                f"{self.correct=}, {self.reason=}, {self.reward=} disagree; correct goes with reason"
-                " 'correct' and reward 1, and with nothing else"
+                f"{self.correct=}, {self.reason=}, {self.reward=} disagree; correct goes with"
+                " reason 'correct' and reward 1, and with nothing else"
             )
         if self.passed and abs(self.reward - sum(self.passed) / len(self.passed)) > 1e-9:
             raise ValueError(f"{self.reward=} is not the passed share of {self.passed}")
@@ -131,7 +132,7 @@ def _paper(kind: Kind, verdict: Verdict) -> float:
 
 
 def _released(kind: Kind, verdict: Verdict) -> float:
-    """Klear-Reasoner's released code: format checks first and final, then math +1/-1 or code 2p - 1."""
+    """Klear-Reasoner's released code: format checks first, then math +1/-1 or code 2p - 1."""
     if not verdict.format.think_closed:
         return -0.5
     if not verdict.format.think_opened:

@@ -41,9 +41,11 @@ class Clip:
     """Which surrogate of `SURROGATES`."""
 
     def __post_init__(self):
-        if not 0 <= self.low <= 1 or self.high < 0:
-            raise ValueError(f"clip low {self.low} must lie in [0, 1] and high {self.high} be >= 0")
-        if self.dual is not None and self.dual <= 1 + self.high:
+        if not 0 <= self.low <= 1 or not 0 <= self.high < float("inf"):
+            raise ValueError(
+                f"clip low {self.low} must lie in [0, 1] and high {self.high} be >= 0 and finite"
+            )
+        if self.dual is not None and not self.dual > 1 + self.high:
             raise ValueError(
                 f"clip dual {self.dual} must lie above the upper bound {1 + self.high}; the "
                 "released recipe uses 10"

@@ -83,9 +83,12 @@ def inverse_cdf(weights: Float[Array, "s v"], keys: Key[Array, "s"]) -> Int[Arra
 
 
 def _first_above(weights: Float[Array, "s n"], uniforms: Float[Array, "s"]) -> Int[Array, "s"]:
-    """First index whose running sum exceeds uniform * total."""
+    """First index of positive weight whose running sum exceeds uniform * total."""
     running = jnp.cumsum(weights, axis=-1)
-    total = running[:, -1]
+    # A parallel cumsum of more than a few hundred numbers is not monotone in float32 and moves by
+    # a rounding error where a weight is 0, so only positive weights may be chosen.
+    positive = weights > 0
+    total = jnp.where(positive, running, 0.0).max(axis=-1)
     # Rounding may lift uniform * total to the total itself, which no running sum exceeds.
     target = jnp.minimum(uniforms * total, jnp.nextafter(total, jnp.zeros_like(total)))
-    return (running <= target[:, None]).sum(axis=-1)
+    return jnp.argmax(positive & (running > target[:, None]), axis=-1)

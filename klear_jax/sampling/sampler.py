@@ -67,6 +67,7 @@ class Sampler:
         self.seed = seed
         self.counts = SampleCounts()
         self._state = None
+        self._call = 0
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield completions in the order in which they finish.
@@ -78,11 +79,14 @@ class Sampler:
         for request in requests:
             check_request(request, self.cfg, self.engine)
         self.counts = SampleCounts()
-        # An earlier call that was left half-way may have slots going: start from a clean state.
+        # An earlier call that was left half-way may have slots going: start from a clean state, and
+        # let go of the old cache first, so that there are never two.
+        self._state = None
         self._state = engine_lib.init_state(self.cfg, self.engine)
-        return self._run(requests)
+        self._call += 1
+        return self._run(requests, self._call)
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Completion]:
+    def _run(self, requests: Sequence[Request], call: int) -> Iterator[Completion]:
         table = _PageTable(self.engine)
         prompts = _PromptPool(self, requests)
         waiting = collections.deque(requests)
@@ -90,6 +94,11 @@ class Sampler:
         seed = jnp.asarray(self.seed, jnp.int32)
         slots = self.engine.slots
         while waiting or running:
+            if call != self._call:
+                raise RuntimeError(
+                    "a later call of sample() has taken the slots of this one; finish an iterator "
+                    "before the next call, or use a Sampler of its own"
+                )
             self._fill(waiting, running, table, prompts)
             refill = max(slots // 8, 1) if waiting else slots + 1
             self._state, emitted = engine_lib.generate(

@@ -69,7 +69,10 @@ class RunLog:
                 self._events.add_scalar(f"{phase}/{name}", value, step)
         return record
 
-    def close(self) -> None:
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._events.close()
 
@@ -79,7 +82,7 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, str | bool) or value is None:
         return value
-    value = np.asarray(value).tolist()
+    value = value if isinstance(value, list) else np.asarray(value).tolist()
     if isinstance(value, list):
-        return value
+        return [_plain(item) for item in value]
     return value if math.isfinite(value) else None

@@ -55,7 +55,7 @@ def make_schedule(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
     if cfg.schedule == "cosine":
         after = optax.cosine_decay_schedule(
             cfg.learning_rate,
-            max(total_steps - cfg.warmup_steps, 1),
+            max(total_steps - cfg.warmup_steps - 1, 1),
             alpha=cfg.final_learning_rate / cfg.learning_rate if cfg.learning_rate else 0.0,
         )
     if not cfg.warmup_steps:

@@ -36,7 +36,7 @@ def make_step(loss_fn: LossFn, *, optimizer: optax.GradientTransformation) -> St
 
     def step(state, batch, microbatches, learning_rate):
         (loss, metrics), grads = _accumulate(loss_fn, state.params, batch, microbatches)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, direction)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of each kind of run, and the presets.
+
+The program text is the schema: `tyro` turns the fields into flags and the docstrings under them into
+help. Every combination that cannot work is refused when a config is made.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from klear_jax.rl.rollout import GroupFilter, Objective
+from klear_jax.rl.surrogates import Clip
+from klear_jax.train.optim import OptimConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """What every run has."""
+
+    model: str = "tiny"
+    """A name of `QWEN3` (0.6b 1.7b 4b 8b 14b 32b tiny)."""
+    tokenizer: str = "bytes"
+    """bytes (embedded, 263 ids), qwen3, or a folder with tokenizer.json."""
+    tasks: tuple[str, ...] = ("sum", "sort")
+    """Embedded tasks (sum sort reverse); without effect where a file of problems or data is given."""
+    init: Path | None = None
+    """Start from these weights: the folder of a run, or one with config.json and safetensors."""
+    mesh: str = "fsdp:-1"
+    """Device mesh, such as fsdp:8,tensor:4; axes data fsdp seq tensor, -1 once for the rest."""
+    cpu_devices: int = 1
+    """On a CPU: devices to cut the machine into, to try a mesh."""
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Compute type; model: what the model's config says. Masters and moments are float32."""
+    microbatch_rows: int = 8
+    """Packed rows that pass through the model at a time, over the whole mesh."""
+    row_tokens: int | None = None
+    """Tokens in a packed row; by default the longest sequence rounded up to a multiple of 128."""
+    seed: int = 0
+    out: Path | None = None
+    """Folder of the run; by default the next free runs/KIND-NNNN."""
+    resume: bool = False
+    """Go on with the run in --out from its last checkpoint; its config is the default then."""
+
+    def __post_init__(self):
+        if self.microbatch_rows < 1 or self.cpu_devices < 1:
+            raise ValueError(
+                f"microbatch_rows {self.microbatch_rows} and cpu_devices {self.cpu_devices} must "
+                "be at least 1"
+            )
+        if self.resume and self.out is None:
+            raise ValueError("--resume needs --out, the folder of the run to go on with")
+        if self.seed < 0:
+            raise ValueError(f"seed {self.seed} must be >= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class SftRun(Common):
+    """Supervised fine-tuning."""
+
+    data: Path | None = None
+    """JSONL of conversations (`messages` ending with the assistant) in place of the tasks."""
+    steps: int = 300
+    """Optimizer updates."""
+    batch: int = 64
+    """Examples an update."""
+    max_example_tokens: int = 32_768
+    """Longer examples of --data are dropped and counted."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 for the last only."""
+    optim: OptimConfig = OptimConfig(
+        learning_rate=2e-3, warmup_steps=20, schedule="cosine", final_learning_rate=2e-4,
+        b2=0.95, weight_decay=0.01,
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.steps < 1 or self.batch < 1:
+            raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class GppoRun(Common):
+    """Reinforcement learning with verifiable rewards.
+
+    Without --init and --problems, an SFT start for the tasks is trained first (with `sft`) and
+    cached by a hash of its config.
+    """
+
+    problems: Path | None = None
+    """JSONL of training problems in place of the tasks."""
+    heldout: Path | None = None
+    """JSONL of problems for the periodic evaluation; by default the tasks' held-out questions."""
+    steps: int = 40
+    """Rollout batches."""
+    problems_per_step: int = 32
+    """Groups to train on in a step, at most."""
+    oversample: int = 1
+    """Problems sampled in a step = oversample x problems_per_step; the filter picks among them."""
+    samples: int = 8
+    """Completions a problem (the paper's G)."""
+    updates: int = 4
+    """Mini-batches a step, each one optimizer update."""
+    max_prompt_tokens: int = 4096
+    """Longer prompts are dropped and counted."""
+    max_tokens: int = 48
+    """Most tokens of a completion."""
+    temperature: float = 1.0
+    """Sampling temperature of rollouts; the policy of the loss is taken at the same one."""
+    group_filter: GroupFilter = "reward"
+    """Which groups are trained on: reward (valid rewards differ), accuracy (released code), none."""
+    training_reward: Literal["raw", "paper", "released"] = "raw"
+    """How a verdict becomes a reward: as it is, as the paper says, or as the released code does."""
+    clip: Clip = Clip(low=0.2, high=0.2)
+    objective: Objective = Objective()
+    optim: OptimConfig = OptimConfig(learning_rate=1e-4, warmup_steps=2, b2=0.99)
+    eval_every: int = 10
+    """Steps between evaluations on held-out problems; 0 for the first and last only."""
+    eval_problems: int = 256
+    """Held-out questions of the tasks."""
+    eval_samples: int = 1
+    """Sampled completions a held-out problem; a greedy one is drawn besides."""
+    eval_temperature: float = 1.0
+    eval_top_p: float = 1.0
+    save_every: int = 10
+    """Steps between checkpoints; 0 for the last only."""
+    slots: int = 128
+    """Sequences that the sampler decodes at a time."""
+    sft: SftRun = SftRun()
+    """The SFT start; its model, tokenizer, tasks, mesh, dtype and seed are those of the run."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        counts = ("steps", "problems_per_step", "oversample", "samples", "updates", "max_tokens")
+        for name in (*counts, "eval_problems", "eval_samples", "slots", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.samples == 1 and self.group_filter != "none":
+            raise ValueError(
+                "samples 1 leaves every group without a difference, so the filter drops all; use "
+                "samples >= 2"
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature {self.temperature} must be > 0: a greedy policy has no ratio"
+            )
+        if self.updates > self.problems_per_step:
+            raise ValueError(
+                f"{self.updates} updates need at least as many groups; problems_per_step is "
+                f"{self.problems_per_step}"
+            )
+
+    def sft_start(self) -> SftRun:
+        """The config of the SFT start."""
+        names = ("model", "tokenizer", "tasks", "mesh", "cpu_devices", "dtype", "seed")
+        return dataclasses.replace(self.sft, **{name: getattr(self, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRun(Common):
+    """Evaluation of one model on problem files: avg@k with an interval, and pass@k."""
+
+    problems: tuple[Path, ...] = ()
+    """JSONL files; by default the tasks' held-out questions."""
+    samples: int = 4
+    """Completions a problem (k)."""
+    eval_problems: int = 256
+    """Held-out questions of the tasks."""
+    max_prompt_tokens: int = 4096
+    """Longer prompts are dropped and counted."""
+    max_tokens: int = 48
+    """Most tokens of a completion."""
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int | None = None
+    slots: int = 64
+    """Sequences that the sampler decodes at a time."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.samples < 1 or self.max_tokens < 1 or self.slots < 1:
+            raise ValueError(
+                f"samples {self.samples}, max_tokens {self.max_tokens} and slots {self.slots} must "
+                "be at least 1"
+            )
+        if self.resume:
+            raise ValueError("an evaluation has nothing to resume; run it again")
+
+
+_KLEAR = GppoRun(
+    model="8b",
+    tokenizer="qwen3",
+    problems_per_step=128,
+    samples=8,
+    max_prompt_tokens=4096,
+    max_tokens=32_768,
+    row_tokens=36_864,
+    training_reward="paper",
+    clip=Clip(low=0.2, high=0.28),
+    optim=OptimConfig(learning_rate=1e-6, weight_decay=0.1, clip_norm=1.0),
+    eval_every=5,
+    eval_temperature=0.6,
+    eval_top_p=0.95,
+    save_every=5,
+    slots=256,
+)
+"""What the math and the code stage share (paper, section on RL training)."""
+
+
+def _released(run: GppoRun) -> GppoRun:
+    """The released code's numbers where they differ from the paper's (docs/deviations.md)."""
+    return dataclasses.replace(
+        run,
+        oversample=2,
+        group_filter="accuracy",
+        training_reward="released",
+        clip=dataclasses.replace(run.clip, dual=10.0),
+        objective=dataclasses.replace(run.objective, advantage="group_normalised_sample"),
+        optim=dataclasses.replace(run.optim, warmup_steps=10),
+    )
+
+
+_MATH = dataclasses.replace(_KLEAR, steps=240, updates=8)
+_CODE = dataclasses.replace(
+    _KLEAR, steps=100, updates=4, optim=dataclasses.replace(_KLEAR.optim, learning_rate=5e-7)
+)
+
+GPPO_PRESETS: dict[str, GppoRun] = {
+    "demo": GppoRun(),
+    "klear_8b_math": _MATH,
+    "klear_8b_code": _CODE,
+    "klear_8b_math_released": _released(_MATH),
+    "klear_8b_code_released": _released(_CODE),
+}
+"""`demo` is the embedded CPU default. The paper does not say how many steps were run: 240 and 100
+are the lengths of its curves."""
+
+SFT_PRESETS: dict[str, SftRun] = {
+    "demo": SftRun(),
+    "klear_8b_sft": SftRun(
+        model="8b",
+        tokenizer="qwen3",
+        steps=10_000,
+        batch=256,
+        row_tokens=32_768,
+        save_every=500,
+        optim=OptimConfig(
+            learning_rate=8e-5, warmup_steps=100, schedule="cosine", final_learning_rate=4e-5
+        ),
+    ),
+}
+"""`klear_8b_sft` has the paper's learning rates and length; batch, warm-up and steps are ours."""
+
+EVAL_PRESETS: dict[str, EvalRun] = {"demo": EvalRun()}

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPPO reinforcement learning.
+
+    python experiments/run_gppo.py                      # the embedded demo on this CPU, a few minutes
+    python experiments/run_gppo.py klear_8b_math --init=SFT_DIR --problems=math.jsonl \
+        --heldout=aime24.jsonl --mesh=fsdp:16,tensor:4
+    python experiments/run_gppo.py --resume --out=runs/gppo-0001
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import run_sft
+from configs import GPPO_PRESETS, GppoRun
+from jax.sharding import Mesh
+from progress import Progress
+from session import (
+    RUNS,
+    Interrupt,
+    UsageError,
+    check_batch,
+    check_init,
+    command_line,
+    config_hash,
+    encode_problems,
+    initial_params,
+    main,
+    model_config,
+    open_run,
+    row_tokens,
+    start_backend,
+    tokenizer_of,
+    usage_errors,
+    write_json,
+)
+
+from klear_jax.data.chat import encode_prompt
+from klear_jax.data.problems import Problem, fingerprint, load_problems
+from klear_jax.data.sources import ProblemStream, file_stream, task_stream
+from klear_jax.data.tasks import draw_problems
+from klear_jax.data.tokenizer import Tokenizer
+from klear_jax.evals.run import Evaluation, evaluate
+from klear_jax.model import params as params_lib
+from klear_jax.model.config import ModelConfig
+from klear_jax.rewards import math as math_rewards
+from klear_jax.rewards.verdict import TRAINING_REWARDS, Verdict
+from klear_jax.rl.loop import LoopConfig, train_gppo
+from klear_jax.rl.loss import LOG_RATIO_EDGES, make_policy_loss
+from klear_jax.rl.rollout import Layout
+from klear_jax.sampling.draw import Truncation
+from klear_jax.sampling.engine import EngineConfig
+from klear_jax.sampling.sampler import Sampler
+from klear_jax.train import checkpoint, optim
+from klear_jax.train import state as state_lib
+from klear_jax.train.metrics import RunLog
+from klear_jax.train.state import TrainState
+from klear_jax.train.step import make_scorer, make_step
+
+SHOWN = 16
+"""Held-out completions kept at each evaluation, for the report."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first weight is made."""
+
+    run: GppoRun
+    cfg: ModelConfig
+    tokenizer: Tokenizer
+    stream: ProblemStream
+    heldout: tuple[Problem, ...]
+    engine: EngineConfig
+    layout: Layout
+    fingerprint: dict[str, Any]
+    """What a checkpoint of this run must agree with."""
+
+
+def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
+    """Check the config and read the problems; nothing is compiled and nothing written."""
+    cfg = model_config(run, tokenizer)
+    with usage_errors():
+        params_lib.shardings(cfg, mesh)
+    count = run.problems_per_step * run.oversample
+    limit = run.max_prompt_tokens
+    if run.problems is None:
+        with usage_errors():
+            stream = task_stream(run.tasks, count, seed=run.seed)
+        _, longest = encode_problems(tokenizer, stream(0), limit, name="tasks")
+        data = "/".join(run.tasks)
+    else:
+        with usage_errors():
+            problems = load_problems(run.problems)
+        problems, longest = encode_problems(tokenizer, problems, limit, name=str(run.problems))
+        if len(problems) < count:
+            print(f"{run.problems}: {len(problems)} problems, so {len(problems)} a step, not {count}")
+        stream = file_stream(problems, min(count, len(problems)), seed=run.seed)
+        data = fingerprint(problems)
+    heldout, longest_heldout = _heldout(run, tokenizer)
+    if run.init is not None:
+        check_init(run.init, cfg)
+
+    sequence = longest + run.max_tokens
+    layout = _layout(run, sequence)
+    check_batch(mesh, layout.rows, layout.row_tokens)
+    with usage_errors():
+        engine = EngineConfig(
+            slots=run.slots,
+            length=max(longest, longest_heldout) + run.max_tokens,
+            stop_ids=tokenizer.stop_ids,
+            prefill_rows=min(32, count),
+        )
+    return Prepared(
+        run=run,
+        cfg=cfg,
+        tokenizer=tokenizer,
+        stream=stream,
+        heldout=heldout,
+        engine=engine,
+        layout=layout,
+        fingerprint={"kind": "gppo", "seed": run.seed, "problems": data},
+    )
+
+
+def _heldout(run: GppoRun, tokenizer: Tokenizer) -> tuple[tuple[Problem, ...], int]:
+    if run.heldout is not None:
+        with usage_errors():
+            problems = load_problems(run.heldout)
+    elif run.problems is None:
+        with usage_errors():
+            # One fixed set for all seeds, so that runs are compared on the same questions.
+            problems = draw_problems(run.tasks, run.eval_problems, split="heldout", seed=0)
+    else:
+        return (), 0
+    name = str(run.heldout or "held-out tasks")
+    kept, longest = encode_problems(tokenizer, problems, run.max_prompt_tokens, name=name)
+    return tuple(kept), longest
+
+
+def _layout(run: GppoRun, sequence: int) -> Layout:
+    """Room for the largest mini-batch, whatever the lengths turn out to be."""
+    row = row_tokens(run, sequence)
+    sequences = -(-run.problems_per_step // run.updates) * run.samples
+    rows = -(-sequences // (row // sequence))
+    return Layout(row, run.microbatch_rows, -(-rows // run.microbatch_rows))
+
+
+def grade(problem: Problem, text: str) -> Verdict:
+    """The verdict of a math problem's response."""
+    assert problem.answer is not None  # code problems were refused by `prepare`
+    return math_rewards.grade(problem.answer, text)
+
+
+class RunHooks:
+    """Log, evaluate and save for one run folder (see `rl.loop.Hooks`)."""
+
+    def __init__(
+        self, prepared: Prepared, folder: Path, saves: checkpoint.Checkpoints, log: RunLog,
+        progress: Progress, interrupt: Interrupt, evaluator: Sampler,
+    ):  # fmt: skip
+        self.prepared, self.folder, self.saves = prepared, folder, saves
+        self.logger, self.progress, self.interrupt = log, progress, interrupt
+        self.evaluator = evaluator
+        self.results: dict[str, float] = {}
+
+    def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
+        if (counts := values.pop("ratio_histogram", None)) is not None:
+            edges = LOG_RATIO_EDGES.tolist()
+            values["ratio_histogram"] = {"edges": edges, "counts": counts.tolist()}
+        if "clip/pos_high" in values:
+            values["clip"] = values["clip/pos_high"] + values["clip/neg_low"]
+        record = self.logger.write(phase, step, values)
+        names = ("reward", "entropy", "clip", "grad_norm", "tokens_per_second")
+        self.progress.show(step, record, names)
+
+    def evaluate(self, state: TrainState, step: int) -> None:
+        prepared, run = self.prepared, self.prepared.run
+        if not prepared.heldout:
+            return
+        self.evaluator.params = state.params
+        values: dict[str, Any] = {}
+        for name, samples, temperature in (
+            ("sampled", run.eval_samples, run.eval_temperature),
+            ("greedy", 1, 0.0),
+        ):
+            result = evaluate(
+                self.evaluator, prepared.heldout, self.encode, self.decode, grade,
+                samples=samples, max_tokens=run.max_tokens, temperature=temperature,
+            )  # fmt: skip
+            table = result.table()
+            values[f"heldout/{name}"] = table.pop(f"avg@{samples}")
+            values |= {f"heldout/{name}_{k}": v for k, v in table.items()}
+            values |= {f"heldout/{name}/{k}": v for k, v in result.by_source().items()}
+            values[f"heldout/{name}_invalid"] = result.invalid
+            if name == "sampled":
+                self._keep_completions(result, step)
+        self.results = values
+        self.logger.write("eval", step, values)
+        sampled, greedy = values["heldout/sampled"], values["heldout/greedy"]
+        self.progress.note(f"step {step}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy")
+
+    def _keep_completions(self, result: Evaluation, step: int) -> None:
+        with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
+            for group in result.groups[:SHOWN]:
+                completion, verdict = group.completions[0], group.verdicts[0]
+                record = {
+                    "step": step,
+                    "problem_id": group.problem.id,
+                    "task": group.problem.source,
+                    "question": group.problem.question,
+                    "answer": group.problem.answer,
+                    "response": group.texts[0],
+                    "correct": verdict.correct,
+                    "reward": verdict.reward if verdict.valid else None,
+                    "reason": verdict.reason.value,
+                    "tokens": len(completion.tokens),
+                    "stop": completion.stop,
+                }
+                file.write(json.dumps(record) + "\n")
+
+    def save(self, state: TrainState, step: int) -> None:
+        record = self.prepared.fingerprint | {"model": dataclasses.asdict(self.prepared.cfg)}
+        self.saves.save(step, state, record)
+
+    def stop(self) -> bool:
+        return self.interrupt.asked
+
+    def encode(self, problem: Problem) -> tuple[int, ...]:
+        return tuple(encode_prompt(self.prepared.tokenizer, problem.messages))
+
+    def decode(self, tokens) -> str:
+        return self.prepared.tokenizer.decode(tokens.tolist())
+
+
+def train(
+    prepared: Prepared, mesh: Mesh, folder: Path, interrupt: Interrupt, *, init: Path | None
+) -> tuple[TrainState, dict[str, float], int]:
+    """Train from `init` (or fresh weights), or from the last checkpoint in `folder`.
+
+    Returns:
+        The state, the last evaluation, and the steps done.
+    """
+    run, cfg = prepared.run, prepared.cfg
+    optimizer = optim.make_optimizer(run.optim)
+    saves = checkpoint.Checkpoints(folder)
+    record = prepared.fingerprint | {"model": dataclasses.asdict(cfg)}
+    state, first = checkpoint.restore_or_init(
+        saves, record, state_lib.abstract_state(cfg, optimizer, mesh),
+        lambda: state_lib.init_state(initial_params(init, cfg, mesh, seed=run.seed), optimizer),
+    )  # fmt: skip
+    sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
+    truncation = Truncation(top_p=run.eval_top_p)
+    # The noise of evaluations is the same for all seeds, as the questions are.
+    evaluator = Sampler(
+        state.params, cfg, dataclasses.replace(prepared.engine, truncation=truncation), seed=0
+    )
+    with RunLog(folder) as log, Progress("GPPO", run.steps, first) as progress:
+        hooks = RunHooks(prepared, folder, saves, log, progress, interrupt, evaluator)
+        if first == 0:
+            hooks.evaluate(state, 0)
+        state = train_gppo(
+            LoopConfig(
+                steps=run.steps, samples=run.samples, keep=run.problems_per_step,
+                updates=run.updates, max_tokens=run.max_tokens, temperature=run.temperature,
+                group_filter=run.group_filter, eval_every=run.eval_every, save_every=run.save_every,
+            ),
+            state=state, first_step=first, problems=prepared.stream, encode=hooks.encode,
+            decode=hooks.decode, sampler=sampler, grade=grade,
+            reward=TRAINING_REWARDS[run.training_reward], objective=run.objective,
+            layout=prepared.layout, score=make_scorer(cfg, temperature=run.temperature),
+            step=make_step(
+                make_policy_loss(cfg, clip=run.clip, temperature=run.temperature),
+                optimizer=optimizer,
+            ),
+            learning_rate=optim.make_schedule(run.optim, run.steps), mesh=mesh, hooks=hooks,
+        )  # fmt: skip
+    done = saves.latest() or 0
+    saves.close()
+    return state, hooks.results, done
+
+
+def sft_start(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh, interrupt: Interrupt) -> Path:
+    """The cached SFT start of the tasks; trained first where it is not there yet."""
+    start = run.sft_start()
+    folder = RUNS / "cache" / f"sft-{config_hash(start)}"
+    finished = folder / "finished"
+    if finished.exists():
+        return folder
+    resume = (folder / "config.json").exists()
+    start = dataclasses.replace(start, out=folder, resume=resume)
+    prepared = run_sft.prepare(start, tokenizer, mesh)
+    open_run(start, "sft", parameters=prepared.cfg.parameter_count)
+    _, done = run_sft.train(prepared, mesh, folder, interrupt)
+    if done < start.steps:
+        raise KeyboardInterrupt
+    finished.touch()
+    return folder
+
+
+def run_gppo(argv: Sequence[str]) -> int:
+    """The command line."""
+    run = command_line(GPPO_PRESETS, argv)
+    if run.model != "tiny" and run.init is None:
+        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+    if run.model != "tiny" and run.problems is None:
+        raise UsageError(f"model {run.model} needs training problems: give --problems=FILE")
+    tokenizer = tokenizer_of(run)
+    mesh = start_backend(run)
+    prepared = prepare(run, tokenizer, mesh)
+    folder = open_run(run, "gppo", parameters=prepared.cfg.parameter_count)
+    with jax.set_mesh(mesh), Interrupt() as interrupt:
+        init = run.init
+        if init is None and run.problems is None:
+            init = sft_start(run, tokenizer, mesh, interrupt)
+            note_sft_run(folder, init)
+        elif init is None:
+            print("starting from random weights: --problems is given and --init is not")
+        _, _, done = train(prepared, mesh, folder, interrupt, init=init)
+    math_rewards.close_pool()
+    from klear_jax.report import write_report
+
+    print(f"report: {write_report(folder)}")
+    if done < run.steps:
+        print(f"stopped at step {done} of {run.steps}; go on with --resume --out={folder}")
+        return 130
+    return 0
+
+
+def note_sft_run(folder: Path, sft: Path) -> None:
+    """Say in the run's config.json where its SFT start is, for the report."""
+    path = folder / "config.json"
+    record = json.loads(path.read_text(encoding="utf-8")) | {"sft_run": str(sft.absolute())}
+    write_json(path, record)
+
+
+if __name__ == "__main__":
+    main(run_gppo)

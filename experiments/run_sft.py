@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning.
+
+    python experiments/run_sft.py                       # the embedded tasks on this CPU, about a minute
+    python experiments/run_sft.py klear_8b_sft --init=HF_DIR --data=demos.jsonl --mesh=fsdp:16,tensor:4
+"""  # fmt: skip
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from configs import SFT_PRESETS, SftRun
+from jax.sharding import Mesh
+from progress import Progress
+from session import (
+    Interrupt,
+    UsageError,
+    check_batch,
+    check_init,
+    command_line,
+    initial_params,
+    main,
+    model_config,
+    open_run,
+    row_tokens,
+    start_backend,
+    tokenizer_of,
+    usage_errors,
+)
+
+from klear_jax.core import mesh as mesh_lib
+from klear_jax.data import pipeline
+from klear_jax.data.packing import TokenSequence
+from klear_jax.data.problems import load_conversations
+from klear_jax.data.tokenizer import Tokenizer
+from klear_jax.model import params as params_lib
+from klear_jax.model.config import ModelConfig
+from klear_jax.train import checkpoint, optim, sft
+from klear_jax.train import state as state_lib
+from klear_jax.train.metrics import RunLog
+from klear_jax.train.state import TrainState
+from klear_jax.train.step import make_step
+
+LOG_EVERY = 10
+"""Updates between lines of the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first weight is made."""
+
+    run: SftRun
+    cfg: ModelConfig
+    examples: pipeline.ExampleStream
+    row_tokens: int
+    microbatches: int
+    fingerprint: dict[str, object]
+    """What a checkpoint of this run must agree with."""
+
+
+def prepare(run: SftRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
+    """Check the config and read the data; nothing is compiled and nothing written."""
+    cfg = model_config(run, tokenizer)
+    with usage_errors():
+        params_lib.shardings(cfg, mesh)
+        examples, longest = _examples(run, tokenizer)
+    if run.init is not None:
+        check_init(run.init, cfg)
+    row = row_tokens(run, longest)
+    check_batch(mesh, run.microbatch_rows, row)
+    per_row = row // longest
+    rows = -(-run.batch // per_row)
+    return Prepared(
+        run=run,
+        cfg=cfg,
+        examples=examples,
+        row_tokens=row,
+        microbatches=-(-rows // run.microbatch_rows),
+        fingerprint={"kind": "sft", "seed": run.seed},
+    )
+
+
+def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream, int]:
+    """The stream of examples and the cells of the longest."""
+    if run.data is None:
+        stream = pipeline.task_examples(tokenizer, run.tasks, run.batch, seed=run.seed)
+        # A slip may write one more or one less digit than the right answer.
+        return stream, max(s.cells for n in range(8) for s in stream(n)) + 1
+    encoded = [
+        pipeline.encode_conversation(tokenizer, messages)
+        for messages in load_conversations(run.data)
+    ]
+    kept = [e for e in encoded if len(e.tokens) <= run.max_example_tokens]
+    if not kept:
+        raise UsageError(f"{run.data}: every example has over {run.max_example_tokens} tokens")
+    if len(kept) < len(encoded):
+        print(f"{run.data}: dropped {len(encoded) - len(kept)} of {len(encoded)} examples: too long")
+    longest = max(e.cells for e in kept)
+    return pipeline.file_examples(kept, run.batch, seed=run.seed), longest
+
+
+def train(
+    prepared: Prepared, mesh: Mesh, folder: Path, interrupt: Interrupt
+) -> tuple[TrainState, int]:
+    """Train to the last step, or to an interruption; returns the state and the steps done."""
+    run, cfg = prepared.run, prepared.cfg
+    optimizer = optim.make_optimizer(run.optim)
+    learning_rate = optim.make_schedule(run.optim, run.steps)
+    step = make_step(sft.make_sft_loss(cfg), optimizer=optimizer)
+    saves = checkpoint.Checkpoints(folder)
+    record = prepared.fingerprint | {"model": dataclasses.asdict(cfg)}
+    state, first = checkpoint.restore_or_init(
+        saves, record, state_lib.abstract_state(cfg, optimizer, mesh),
+        lambda: state_lib.init_state(
+            initial_params(run.init, cfg, mesh, seed=run.seed), optimizer
+        ),
+    )  # fmt: skip
+    done = first
+    with RunLog(folder) as log, Progress("SFT", run.steps, first) as progress:
+        for number in range(first, run.steps):
+            batch, microbatches = batch_of(prepared, prepared.examples(number))
+            batch = mesh_lib.place(batch, mesh, None, "batch", "seq")
+            rate = learning_rate(number)
+            state, metrics = step(state, batch, microbatches, rate)
+            done = number + 1
+            last = done == run.steps or interrupt.asked
+            if done % LOG_EVERY == 0 or last:
+                values = jax.device_get(metrics) | {"lr": rate}
+                values["tokens_per_second"] = progress.rate(int(values["tokens"]))
+                progress.show(done, log.write("sft", done, values), ("loss", "entropy", "grad_norm"))
+            if last or (run.save_every and done % run.save_every == 0):
+                saves.save(done, state, record)
+            if interrupt.asked:
+                break
+    saves.close()
+    return state, done
+
+
+def batch_of(prepared: Prepared, sequences: Sequence[TokenSequence]):
+    """Pack one update's examples; see `pipeline.sft_batch`."""
+    return pipeline.sft_batch(
+        sequences,
+        row_tokens=prepared.row_tokens,
+        rows=prepared.run.microbatch_rows,
+        microbatches=prepared.microbatches,
+    )
+
+
+def run_sft(argv: Sequence[str]) -> int:
+    """The command line."""
+    run = command_line(SFT_PRESETS, argv)
+    if run.model != "tiny" and run.init is None:
+        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+    tokenizer = tokenizer_of(run)
+    mesh = start_backend(run)
+    prepared = prepare(run, tokenizer, mesh)
+    folder = open_run(run, "sft", parameters=prepared.cfg.parameter_count)
+    with jax.set_mesh(mesh), Interrupt() as interrupt:
+        _, done = train(prepared, mesh, folder, interrupt)
+    from klear_jax.report import write_report
+
+    print(f"report: {write_report(folder)}")
+    if done < run.steps:
+        print(f"stopped at step {done} of {run.steps}; go on with --resume --out={folder}")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    main(run_sft)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scripts share around a run: command line, folder, interruption, and the pieces to build.
+
+`command_line` reads a config, `open_run` makes or reopens its folder, `build` loads tokenizer and
+weights onto the mesh.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import msgspec
+import tyro
+from configs import Common
+from jax.sharding import Mesh
+
+from klear_jax.core import mesh as mesh_lib
+from klear_jax.data.chat import encode_prompt
+from klear_jax.data.problems import Problem
+from klear_jax.data.tokenizer import Tokenizer, load_tokenizer
+from klear_jax.model import params as params_lib
+from klear_jax.model.config import QWEN3, ModelConfig, with_vocab
+from klear_jax.model.params import Params
+from klear_jax.train import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = Path("runs")
+"""Where runs go by default, below the current folder; also the caches of SFT starts and programs."""
+
+MAY_DIFFER = ("out", "resume", "steps", "mesh", "cpu_devices", "eval_every", "save_every", "slots")
+"""Fields that may change when a run is resumed: they change no step that was taken."""
+
+Run = TypeVar("Run", bound=Common)
+
+
+class UsageError(ValueError):
+    """Something the user can put right; shown without a traceback."""
+
+
+def command_line(presets: dict[str, Run], argv: Sequence[str]) -> Run:
+    """Read `[PRESET] --flag=value ...`. With --resume the config of --out is the default.
+
+    Raises:
+        UsageError: no such preset, or a combination that cannot work.
+    """
+    argv = list(argv)
+    name = "demo"
+    if argv and not argv[0].startswith("-"):
+        name = argv.pop(0)
+    if name not in presets:
+        raise UsageError(f"no preset {name!r}; the presets are {', '.join(presets)}")
+    default = presets[name]
+    folder = _flag(argv, "--out")
+    if any(a in ("--resume", "--resume=True") for a in argv) and folder is not None:
+        default = saved_config(Path(folder), type(default))
+    with usage_errors():
+        return tyro.cli(
+            type(default), args=argv, default=default, prog=Path(sys.argv[0]).name,
+            description=f"{type(default).__doc__} Presets: {', '.join(presets)}.",
+        )  # fmt: skip
+
+
+def _flag(argv: Sequence[str], name: str) -> str | None:
+    for number, text in enumerate(argv):
+        if text.startswith(name + "="):
+            return text.partition("=")[2]
+        if text == name and number + 1 < len(argv):
+            return argv[number + 1]
+    return None
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Show what is wrong with the input as a `UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def main(run: Callable[[Sequence[str]], int]) -> None:
+    """Run a script: exit status 0 on success only; what the user can mend has no traceback."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except (UsageError, checkpoint.CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"error: {error}; what was saved before is whole", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+# --- the folder of a run ---------------------------------------------------------------------
+
+
+def config_record(run: Common) -> dict[str, Any]:
+    """The config as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(run), default=str))
+
+
+def saved_config(folder: Path, kind: type[Run]) -> Run:
+    """The config that a run folder was made with.
+
+    Raises:
+        UsageError: the folder holds no run, or one of another kind.
+    """
+    path = folder / "config.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{folder} holds no run to resume: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is no JSON ({error}); the run cannot be resumed") from error
+    if record.get("kind") != kind.__name__:
+        raise UsageError(f"{folder} holds a {record.get('kind')}, not a {kind.__name__}")
+
+    def decode(target: type, value: Any) -> Any:
+        return target(value) if target is Path else value
+
+    with usage_errors():
+        return msgspec.convert(record["config"], kind, dec_hook=decode, strict=False)
+
+
+def open_run(run: Run, name: str, *, parameters: int) -> Path:
+    """Make the run's folder, or check that the one to resume has the same config.
+
+    Raises:
+        UsageError: the folder holds another run, or there is nothing to resume.
+    """
+    if run.out is None:
+        number = 1
+        while (folder := RUNS / f"{name}-{number:04d}").exists():
+            number += 1
+    else:
+        folder = run.out
+    if run.resume:
+        _check_resumable(run, saved_config(folder, type(run)), folder)
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} is not empty; give another --out, or --resume to go on with the run in it"
+        )
+    with usage_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", _record(run, parameters))
+    return folder
+
+
+def _record(run: Common, parameters: int) -> dict[str, Any]:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "klear-jax")
+    return {
+        "kind": type(run).__name__,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git_revision": git_revision(),
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "parameters": parameters,
+        "config": config_record(run),
+        "sft_run": None,
+    }
+
+
+def _check_resumable(run: Common, saved: Common, folder: Path) -> None:
+    given, before = config_record(run), config_record(saved)
+    names = [n for n in given if n not in MAY_DIFFER and given[n] != before[n]]
+    if names:
+        lines = [f"{n}: the run has {before[n]!r}, the command {given[n]!r}" for n in names]
+        raise UsageError(
+            f"{folder} cannot be resumed with another config ({'; '.join(lines)}); only "
+            f"{', '.join(MAY_DIFFER)} may change"
+        )
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a file in one piece: it is never seen half written."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def git_revision() -> str | None:
+    """Commit of the code, with `+changes` where the working tree differs from it."""
+    try:
+        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+changes", "--abbrev=40"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def config_hash(run: Common) -> str:
+    """A short name for everything that decides the outcome of a run."""
+    record = {k: v for k, v in config_record(run).items() if k not in ("out", "resume")}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Interrupt:
+    """Ctrl-C ends a run after the step in hand; a second one ends it at once."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nending after this step and saving; Ctrl-C again ends at once", file=sys.stderr)
+
+
+# --- tokenizer, model and weights -------------------------------------------------------------
+
+
+def start_backend(run: Common) -> Mesh:
+    """Set up devices and the program cache; returns the mesh.
+
+    Raises:
+        UsageError: the mesh does not fit the devices.
+    """
+    if run.cpu_devices > 1:
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str((RUNS / "cache" / "xla").absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    with usage_errors():
+        spec = mesh_lib.MeshSpec.parse(run.mesh)
+        return mesh_lib.make_mesh(spec)
+
+
+def model_config(run: Common, tokenizer: Tokenizer) -> ModelConfig:
+    """The model that the config names, with rows for the tokenizer and the asked compute type."""
+    if run.model not in QWEN3:
+        raise UsageError(f"no model {run.model!r}; the models are {', '.join(QWEN3)}")
+    cfg = with_vocab(QWEN3[run.model], tokenizer.vocab_size)
+    return cfg if run.dtype == "model" else dataclasses.replace(cfg, dtype=run.dtype)
+
+
+def tokenizer_of(run: Common) -> Tokenizer:
+    with usage_errors():
+        return load_tokenizer(run.tokenizer)
+
+
+def check_init(path: Path, cfg: ModelConfig) -> None:
+    """Compare the model of a checkpoint with the one asked for, before any weight is read."""
+    with usage_errors():
+        saved = _saved_model(path)
+    checkpoint.check_same(
+        checkpoint.model_record(saved), checkpoint.model_record(cfg),
+        what=f"{path} is a checkpoint of another model",
+    )  # fmt: skip
+
+
+def _saved_model(path: Path) -> ModelConfig:
+    if (path / checkpoint.FOLDER).is_dir():
+        return checkpoint.saved_model(path)
+    from klear_jax.model import hf
+
+    return hf.read_config(path)
+
+
+def initial_params(path: Path | None, cfg: ModelConfig, mesh: Mesh, *, seed: int) -> Params:
+    """Weights of a run or of an HF folder, or fresh ones."""
+    if path is None:
+        return params_lib.init(cfg, seed, mesh)
+    if (path / checkpoint.FOLDER).is_dir():
+        return checkpoint.load_params(path, mesh=mesh)[0]
+    from klear_jax.model import hf
+
+    with usage_errors():
+        return hf.load(path, mesh=mesh)[0]
+
+
+def encode_problems(
+    tokenizer: Tokenizer, problems: Sequence[Problem], limit: int, *, name: str
+) -> tuple[list[Problem], int]:
+    """The problems whose prompt has at most `limit` tokens, and the longest prompt of them.
+
+    Longer ones are dropped and counted on the terminal, never cut.
+
+    Raises:
+        UsageError: none is left, or one needs a grader that does not exist.
+    """
+    code = [p.id for p in problems if p.kind == "code"]
+    if code:
+        raise UsageError(
+            f"{name}: {len(code)} problems ({code[0]}, ...) are code problems, and there is no "
+            "sandbox to run programs in yet; give math problems"
+        )
+    lengths = [len(encode_prompt(tokenizer, p.messages)) for p in problems]
+    kept = [p for p, n in zip(problems, lengths, strict=True) if n <= limit]
+    if not kept:
+        raise UsageError(
+            f"{name}: every prompt is longer than max_prompt_tokens {limit} (the shortest has "
+            f"{min(lengths)} tokens)"
+        )
+    dropped = len(problems) - len(kept)
+    if dropped:
+        print(f"{name}: dropped {dropped} of {len(problems)} problems: prompt over {limit} tokens")
+    return kept, max(n for n in lengths if n <= limit)
+
+
+def row_tokens(run: Common, longest: int) -> int:
+    """Cells of a packed row.
+
+    Raises:
+        UsageError: the longest sequence does not fit the given row.
+    """
+    if run.row_tokens is None:
+        return -(-longest // 128) * 128
+    if run.row_tokens < longest:
+        raise UsageError(
+            f"row_tokens {run.row_tokens} is shorter than the longest sequence, {longest} tokens; "
+            "raise it, or lower max_tokens or max_prompt_tokens"
+        )
+    return run.row_tokens
+
+
+def check_batch(mesh: Mesh, rows: int, tokens: int) -> None:
+    """Check that micro-batches can be cut over the mesh."""
+    with usage_errors():
+        mesh_lib.check_divides(mesh, {"batch": rows, "seq": tokens})
