@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of each kind of run, and the presets.
 
-The program text is the schema: `tyro` turns the fields into flags and the docstrings under them into
-help. Every combination that cannot work is refused when a config is made.
+The program text is the schema: `tyro` turns the fields into flags and the docstrings under them
+into help. Every combination that cannot work is refused when a config is made.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ class Common:
     tokenizer: str = "bytes"
     """bytes (embedded, 263 ids), qwen3, or a folder with tokenizer.json."""
     tasks: tuple[str, ...] = ("sum", "sort")
-    """Embedded tasks (sum sort reverse); without effect where a file of problems or data is given."""
+    """Embedded tasks (sum sort reverse); without effect where a file of problems or data is
+    given."""
     init: Path | None = None
     """Start from these weights: the folder of a run, or one with config.json and safetensors."""
     mesh: str = "fsdp:-1"
@@ -108,7 +109,8 @@ class GppoRun(Common):
     temperature: float = 1.0
     """Sampling temperature of rollouts; the policy of the loss is taken at the same one."""
     group_filter: GroupFilter = "reward"
-    """Which groups are trained on: reward (valid rewards differ), accuracy (released code), none."""
+    """Which groups are trained on: reward (valid rewards differ), accuracy (released code),
+    none."""
     training_reward: Literal["raw", "paper", "released"] = "raw"
     """How a verdict becomes a reward: as it is, as the paper says, or as the released code does."""
     clip: Clip = Clip(low=0.2, high=0.2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPPO reinforcement learning.
 
-    python experiments/run_gppo.py                      # the embedded demo on this CPU, a few minutes
+    python experiments/run_gppo.py          # the embedded demo on this CPU, a few minutes
     python experiments/run_gppo.py klear_8b_math --init=SFT_DIR --problems=math.jsonl \
         --heldout=aime24.jsonl --mesh=fsdp:16,tensor:4
     python experiments/run_gppo.py --resume --out=runs/gppo-0001
@@ -19,13 +19,11 @@ from configs import GPPO_PRESETS, GppoRun
 from jax.sharding import Mesh
 from progress import Progress
 from session import (
-    RUNS,
     Interrupt,
     UsageError,
     check_batch,
     check_init,
     command_line,
-    config_hash,
     encode_problems,
     initial_params,
     main,
@@ -47,7 +45,7 @@ from klear_jax.evals.run import Evaluation, evaluate
 from klear_jax.model import params as params_lib
 from klear_jax.model.config import ModelConfig
 from klear_jax.rewards import math as math_rewards
-from klear_jax.rewards.verdict import TRAINING_REWARDS, Verdict
+from klear_jax.rewards.verdict import TRAINING_REWARDS
 from klear_jax.rl.loop import LoopConfig, train_gppo
 from klear_jax.rl.loss import LOG_RATIO_EDGES, make_policy_loss
 from klear_jax.rl.rollout import Layout
@@ -96,7 +94,9 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
             problems = load_problems(run.problems)
         problems, longest = encode_problems(tokenizer, problems, limit, name=str(run.problems))
         if len(problems) < count:
-            print(f"{run.problems}: {len(problems)} problems, so {len(problems)} a step, not {count}")
+            print(
+                f"{run.problems}: {len(problems)} problems, so {len(problems)} a step, not {count}"
+            )
         stream = file_stream(problems, min(count, len(problems)), seed=run.seed)
         data = fingerprint(problems)
     heldout, longest_heldout = _heldout(run, tokenizer)
@@ -148,12 +148,6 @@ def _layout(run: GppoRun, sequence: int) -> Layout:
     return Layout(row, run.microbatch_rows, -(-rows // run.microbatch_rows))
 
 
-def grade(problem: Problem, text: str) -> Verdict:
-    """The verdict of a math problem's response."""
-    assert problem.answer is not None  # code problems were refused by `prepare`
-    return math_rewards.grade(problem.answer, text)
-
-
 class RunHooks:
     """Log, evaluate and save for one run folder (see `rl.loop.Hooks`)."""
 
@@ -187,7 +181,8 @@ class RunHooks:
             ("greedy", 1, 0.0),
         ):
             result = evaluate(
-                self.evaluator, prepared.heldout, self.encode, self.decode, grade,
+                self.evaluator, prepared.heldout, self.encode, self.decode,
+                math_rewards.grade_problem,
                 samples=samples, max_tokens=run.max_tokens, temperature=temperature,
             )  # fmt: skip
             table = result.table()
@@ -200,26 +195,15 @@ class RunHooks:
         self.results = values
         self.logger.write("eval", step, values)
         sampled, greedy = values["heldout/sampled"], values["heldout/greedy"]
-        self.progress.note(f"step {step}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy")
+        self.progress.note(
+            f"step {step}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+        )
 
     def _keep_completions(self, result: Evaluation, step: int) -> None:
+        shown = Evaluation(result.groups[:SHOWN])
         with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
-            for group in result.groups[:SHOWN]:
-                completion, verdict = group.completions[0], group.verdicts[0]
-                record = {
-                    "step": step,
-                    "problem_id": group.problem.id,
-                    "task": group.problem.source,
-                    "question": group.problem.question,
-                    "answer": group.problem.answer,
-                    "response": group.texts[0],
-                    "correct": verdict.correct,
-                    "reward": verdict.reward if verdict.valid else None,
-                    "reason": verdict.reason.value,
-                    "tokens": len(completion.tokens),
-                    "stop": completion.stop,
-                }
-                file.write(json.dumps(record) + "\n")
+            for record in shown.records():
+                file.write(json.dumps({"step": step, **record}) + "\n")
 
     def save(self, state: TrainState, step: int) -> None:
         record = self.prepared.fingerprint | {"model": dataclasses.asdict(self.prepared.cfg)}
@@ -268,7 +252,7 @@ def train(
                 group_filter=run.group_filter, eval_every=run.eval_every, save_every=run.save_every,
             ),
             state=state, first_step=first, problems=prepared.stream, encode=hooks.encode,
-            decode=hooks.decode, sampler=sampler, grade=grade,
+            decode=hooks.decode, sampler=sampler, grade=math_rewards.grade_problem,
             reward=TRAINING_REWARDS[run.training_reward], objective=run.objective,
             layout=prepared.layout, score=make_scorer(cfg, temperature=run.temperature),
             step=make_step(
@@ -280,24 +264,6 @@ def train(
     done = saves.latest() or 0
     saves.close()
     return state, hooks.results, done
-
-
-def sft_start(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh, interrupt: Interrupt) -> Path:
-    """The cached SFT start of the tasks; trained first where it is not there yet."""
-    start = run.sft_start()
-    folder = RUNS / "cache" / f"sft-{config_hash(start)}"
-    finished = folder / "finished"
-    if finished.exists():
-        return folder
-    resume = (folder / "config.json").exists()
-    start = dataclasses.replace(start, out=folder, resume=resume)
-    prepared = run_sft.prepare(start, tokenizer, mesh)
-    open_run(start, "sft", parameters=prepared.cfg.parameter_count)
-    _, done = run_sft.train(prepared, mesh, folder, interrupt)
-    if done < start.steps:
-        raise KeyboardInterrupt
-    finished.touch()
-    return folder
 
 
 def run_gppo(argv: Sequence[str]) -> int:
@@ -314,7 +280,7 @@ def run_gppo(argv: Sequence[str]) -> int:
     with jax.set_mesh(mesh), Interrupt() as interrupt:
         init = run.init
         if init is None and run.problems is None:
-            init = sft_start(run, tokenizer, mesh, interrupt)
+            init = run_sft.cached_start(run.sft_start(), tokenizer, mesh, interrupt)
             note_sft_run(folder, init)
         elif init is None:
             print("starting from random weights: --problems is given and --init is not")

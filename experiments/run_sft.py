@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning.
 
-    python experiments/run_sft.py                       # the embedded tasks on this CPU, about a minute
-    python experiments/run_sft.py klear_8b_sft --init=HF_DIR --data=demos.jsonl --mesh=fsdp:16,tensor:4
-"""  # fmt: skip
+    python experiments/run_sft.py           # the embedded tasks on this CPU, about a minute
+    python experiments/run_sft.py klear_8b_sft --init=HF_DIR --data=demos.jsonl \
+        --mesh=fsdp:16,tensor:4
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ from configs import SFT_PRESETS, SftRun
 from jax.sharding import Mesh
 from progress import Progress
 from session import (
+    RUNS,
     Interrupt,
     UsageError,
     check_batch,
     check_init,
     command_line,
+    config_hash,
     initial_params,
     main,
     model_config,
@@ -95,7 +98,9 @@ def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream
     if not kept:
         raise UsageError(f"{run.data}: every example has over {run.max_example_tokens} tokens")
     if len(kept) < len(encoded):
-        print(f"{run.data}: dropped {len(encoded) - len(kept)} of {len(encoded)} examples: too long")
+        print(
+            f"{run.data}: dropped {len(encoded) - len(kept)} of {len(encoded)} examples: too long"
+        )
     longest = max(e.cells for e in kept)
     return pipeline.file_examples(kept, run.batch, seed=run.seed), longest
 
@@ -128,7 +133,9 @@ def train(
             if done % LOG_EVERY == 0 or last:
                 values = jax.device_get(metrics) | {"lr": rate}
                 values["tokens_per_second"] = progress.rate(int(values["tokens"]))
-                progress.show(done, log.write("sft", done, values), ("loss", "entropy", "grad_norm"))
+                progress.show(
+                    done, log.write("sft", done, values), ("loss", "entropy", "grad_norm")
+                )
             if last or (run.save_every and done % run.save_every == 0):
                 saves.save(done, state, record)
             if interrupt.asked:
@@ -145,6 +152,26 @@ def batch_of(prepared: Prepared, sequences: Sequence[TokenSequence]):
         rows=prepared.run.microbatch_rows,
         microbatches=prepared.microbatches,
     )
+
+
+def cached_start(start: SftRun, tokenizer: Tokenizer, mesh: Mesh, interrupt: Interrupt) -> Path:
+    """The folder of an SFT run with this config; it is trained where there is none yet.
+
+    An interrupted one is gone on with the next time.
+    """
+    folder = RUNS / "cache" / f"sft-{config_hash(start)}"
+    finished = folder / "finished"
+    if finished.exists():
+        return folder
+    resume = (folder / "config.json").exists()
+    start = dataclasses.replace(start, out=folder, resume=resume)
+    prepared = prepare(start, tokenizer, mesh)
+    open_run(start, "sft", parameters=prepared.cfg.parameter_count)
+    _, done = train(prepared, mesh, folder, interrupt)
+    if done < start.steps:
+        raise KeyboardInterrupt
+    finished.touch()
+    return folder
 
 
 def run_sft(argv: Sequence[str]) -> int:

@@ -36,7 +36,8 @@ from klear_jax.train import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path("runs")
-"""Where runs go by default, below the current folder; also the caches of SFT starts and programs."""
+"""Where runs go by default, below the current folder; also the caches of SFT starts and
+programs."""
 
 MAY_DIFFER = ("out", "resume", "steps", "mesh", "cpu_devices", "eval_every", "save_every", "slots")
 """Fields that may change when a run is resumed: they change no step that was taken."""
@@ -238,7 +239,7 @@ def start_backend(run: Common) -> Mesh:
     """
     if run.cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
-    if jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str((RUNS / "cache" / "xla").absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     with usage_errors():

@@ -5,13 +5,19 @@ Alignment, stated once for the whole project: in every `[b, t]` array, index t s
 predicting `targets[t]` from `tokens[..t]`. Shifts happen in `data.packing` and nowhere else.
 
 Dimension letters (in jaxtyping strings and einsum alike): `b` packed rows, `t` tokens in a row, `p`
-prompt tokens, `s` decode slots, `c` cache length, `l` layers, `d` model, `f` feed-forward, `h` query
-heads, `k` KV heads, `q` query heads per KV head, `e` head width, `v` vocabulary, `n` problems, `g`
-samples a problem. A mini-batch has one more leading axis, `m` micro-batches of one fixed shape.
+prompt tokens, `s` decode slots, `c` cache length, `l` layers, `d` model, `f` feed-forward, `h`
+query heads, `k` KV heads, `q` query heads per KV head, `e` head width, `v` vocabulary, `n`
+problems, `g` samples a problem. A mini-batch has one more leading axis, `m` micro-batches of one
+fixed shape.
 """
 
+import jax
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
+
+Array = jax.Array | np.ndarray
+"""Batches are made on the host and then placed."""
 
 
 @struct.dataclass

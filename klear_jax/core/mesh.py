@@ -21,7 +21,8 @@ AXES = ("data", "fsdp", "seq", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the four mesh axes, written `fsdp:8,tensor:4`; -1, at most once, means "the rest"."""
+    """Sizes of the four mesh axes, written `fsdp:8,tensor:4`; -1, at most once, means "the
+    rest"."""
 
     data: int = 1
     """Copies of the parameters; the batch is cut over it. The axis to lay across slow links."""
@@ -96,9 +97,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     """Lay devices (all of them by default) out as `spec` says."""
     devices = jax.devices() if devices is None else devices
     spec = spec.resolve(len(devices))
-    return jax.make_mesh(
-        spec.sizes, AXES, axis_types=(AXIS_TYPE,) * len(AXES), devices=devices
-    )
+    return jax.make_mesh(spec.sizes, AXES, axis_types=(AXIS_TYPE,) * len(AXES), devices=devices)
 
 
 AXIS_TYPE = AxisType.Explicit
@@ -149,7 +148,7 @@ def constrain(x: jax.Array, *logical: str | None, rules: Rules = TRAIN) -> jax.A
     mesh = context_mesh()
     if mesh is None:
         return x
-    if AXIS_TYPE == AxisType.Explicit:
+    if AxisType.Explicit == AXIS_TYPE:
         return jax.sharding.reshard(x, rules.spec(*logical))
     return jax.lax.with_sharding_constraint(x, rules.spec(*logical))
 
@@ -160,7 +159,7 @@ def einsum(
     """`jnp.einsum` whose result has the logical axes `out` (a contraction may cross a cut axis)."""
     if context_mesh() is None:
         return jnp.einsum(equation, *operands)
-    if AXIS_TYPE == AxisType.Explicit:
+    if AxisType.Explicit == AXIS_TYPE:
         return jnp.einsum(equation, *operands, out_sharding=rules.spec(*out))
     return constrain(jnp.einsum(equation, *operands), *out, rules=rules)
 
@@ -169,13 +168,17 @@ def take(
     table: jax.Array, indices: jax.Array, *, out: Sequence[str | None], rules: Rules = TRAIN
 ) -> jax.Array:
     """Rows of `table` at `indices`, laid out by the logical axes `out`."""
-    if context_mesh() is None or AXIS_TYPE != AxisType.Explicit:
+    if context_mesh() is None or AxisType.Explicit != AXIS_TYPE:
         return constrain(table[indices], *out, rules=rules)
     return table.at[indices].get(out_sharding=rules.spec(*out))
 
 
 def sharded(
-    function: Callable, *, inputs: Sequence[Sequence[str | None]], outputs: Any, rules: Rules = TRAIN
+    function: Callable,
+    *,
+    inputs: Sequence[Sequence[str | None]],
+    outputs: Any,
+    rules: Rules = TRAIN,
 ) -> Callable:
     """Run `function` on each device's own piece of its inputs (`jax.shard_map`).
 
@@ -190,7 +193,9 @@ def sharded(
     mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
 
     def call(*args):
-        return mapped(*(constrain(x, *axes, rules=rules) for x, axes in zip(args, inputs)))
+        return mapped(
+            *(constrain(x, *axes, rules=rules) for x, axes in zip(args, inputs, strict=True))
+        )
 
     return call
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from klear_jax.data.problems import Message, Problem
+from klear_jax.data.problems import Problem
 from klear_jax.data.tasks import draw_problems
 
 ProblemStream = Callable[[int], list[Problem]]

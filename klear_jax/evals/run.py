@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: draw k completions of every problem, grade them, and report figures with intervals."""
+"""Evaluation: draw k completions of every problem, grade them, and report figures with
+intervals."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -28,6 +30,24 @@ class Evaluation:
     @property
     def invalid(self) -> int:
         return int(sum((~group.valid).sum() for group in self.groups))
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """One plain record a completion, for a JSONL file."""
+        for group in self.groups:
+            members = zip(group.completions, group.texts, group.verdicts, strict=True)
+            for completion, text, verdict in members:
+                yield {
+                    "problem_id": group.problem.id,
+                    "task": group.problem.source,
+                    "question": group.problem.question,
+                    "answer": group.problem.answer,
+                    "response": text,
+                    "correct": verdict.correct,
+                    "reward": verdict.reward if verdict.valid else None,
+                    "reason": verdict.reason.value,
+                    "tokens": len(completion.tokens),
+                    "stop": completion.stop,
+                }
 
     def by_source(self) -> dict[str, float]:
         """avg@k for each problem source."""

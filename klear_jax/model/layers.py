@@ -81,7 +81,8 @@ def packed_attention(
     segments: Int[Array, "b t"],
     rules: mesh_lib.Rules = mesh_lib.TRAIN,
 ) -> Float[Array, "b t h e"]:
-    """`attend` over packed rows on the whole mesh: queries may be cut along the row, keys are not."""
+    """`attend` over packed rows on the whole mesh: queries may be cut along the row, keys are
+    not."""
     query, key = ("batch", "seq", "heads", None), ("batch", None, "kv_heads", None)
     run = mesh_lib.sharded(
         attend,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameter pytree: each weight with its shape, logical axes and initializer in one place.
 
-Every leaf of `Blocks` is stacked on a leading layer axis, which `qwen3.forward` scans over. The same
-tree serves trainer, sampler and checkpoint.
+Every leaf of `Blocks` is stacked on a leading layer axis, which `qwen3.forward` scans over. The
+same tree serves trainer, sampler and checkpoint.
 """
 
 import dataclasses
@@ -25,6 +25,11 @@ def _weight(axes: str, init: Literal["normal", "ones"] = "normal") -> Any:
     return struct.field(metadata={"axes": tuple(axes.split()), "init": init})
 
 
+def _group() -> Any:
+    """A part of the tree that has leaves of its own."""
+    return struct.field()
+
+
 @struct.dataclass
 class Attention:
     wq: Float[Array, "l d h e"] = _weight("layers embed heads head_dim")
@@ -45,15 +50,15 @@ class Mlp:
 @struct.dataclass
 class Blocks:
     attn_norm: Float[Array, "l d"] = _weight("layers width", "ones")
-    attn: Attention = struct.field()
+    attn: Attention = _group()
     mlp_norm: Float[Array, "l d"] = _weight("layers width", "ones")
-    mlp: Mlp = struct.field()
+    mlp: Mlp = _group()
 
 
 @struct.dataclass
 class Params:
     embed: Float[Array, "v d"] = _weight("vocab embed")
-    blocks: Blocks = struct.field()
+    blocks: Blocks = _group()
     final_norm: Float[Array, "d"] = _weight("width", "ones")
     unembed: Float[Array, "d v"] | None = _weight("embed vocab")
     """None where the output matrix is the embedding table."""

@@ -2,9 +2,10 @@
 """The forward pass of Qwen3 over packed rows. Read `forward`, then `block`."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -41,8 +42,15 @@ def forward(
 
 
 def run_blocks(
-    params, tokens, positions, segments, *, cfg: ModelConfig, keep, rules: Rules = TRAIN
-):
+    params: Params,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    segments: Int[Array, "b t"],
+    *,
+    cfg: ModelConfig,
+    keep: Callable[[Array, Array, Array], Any] | None,
+    rules: Rules = TRAIN,
+) -> tuple[Float[Array, "b t d"], Any]:
     """Embed and run every block; returns the residual stream and what `keep` saved of each layer.
 
     `keep(hidden, k, v)` picks what a caller wants of a layer (the sampler its keys and values, a
@@ -76,7 +84,15 @@ def unembed(params: Params) -> Float[Array, "d v"]:
     return params.embed.T if params.unembed is None else params.unembed
 
 
-def block(hidden, weights: Blocks, angles, attention, *, cfg: ModelConfig, rules: Rules = TRAIN):
+def block(
+    hidden: Float[Array, "b t d"],
+    weights: Blocks,
+    angles: Float[Array, "b t half"],
+    attention: Callable[[Array, Array, Array], Array],
+    *,
+    cfg: ModelConfig,
+    rules: Rules = TRAIN,
+) -> tuple[Float[Array, "b t d"], Float[Array, "b t k e"], Float[Array, "b t k e"]]:
     """One pre-norm block; `weights` is one layer of `Blocks` and `attention(q, k, v)` mixes tokens.
 
     Returns the new residual stream, and this layer's rotated keys and values.

@@ -18,7 +18,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from klear_jax.data.problems import strip_box
+from klear_jax.data.problems import Problem, strip_box
 from klear_jax.rewards.boxed import final_text, find_boxes
 from klear_jax.rewards.literals import (
     MAX_ANSWER,
@@ -68,6 +68,17 @@ def grade(gold: str, response: str, *, strict: bool = False) -> Verdict:
         return _compare(gold, answer, layout)
     except WorkerFailed as error:
         return Verdict.invalid(Reason.INFRASTRUCTURE, format=layout, detail=str(error))
+
+
+def grade_problem(problem: Problem, response: str) -> Verdict:
+    """`grade` against a problem's own answer.
+
+    Raises:
+        ValueError: the problem has no answer (a code problem).
+    """
+    if problem.answer is None:
+        raise ValueError(f"problem {problem.id!r} has no answer to compare with; is it a code one?")
+    return grade(problem.answer, response)
 
 
 def extract_answer(response: str, *, strict: bool = False) -> str | None:

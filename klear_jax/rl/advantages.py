@@ -13,8 +13,8 @@ Valid = Bool[np.ndarray, "n g"]
 def group_normalised(rewards: Rewards, valid: Valid) -> Rewards:
     """(R - mean) / std over the valid samples of each problem, std over G (paper, section 3).
 
-    A group of equal rewards, and one with a single valid sample, has advantage exactly 0; an invalid
-    sample has 0 and does not enter the statistics.
+    A group of equal rewards, and one with a single valid sample, has advantage exactly 0; an
+    invalid sample has 0 and does not enter the statistics.
     """
     return _normalised(rewards, valid, ddof=0, eps=0.0)
 

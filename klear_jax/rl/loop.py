@@ -8,6 +8,7 @@ it fakes.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from klear_jax.data.sources import ProblemStream
-from klear_jax.rewards.verdict import Verdict
+from klear_jax.rewards.verdict import Kind, Verdict
 from klear_jax.rl import rollout
 from klear_jax.rl.rollout import Decode, Encode, Grader, Group, GroupFilter, Layout, Objective
 from klear_jax.sampling.sampler import Sampler
@@ -70,7 +71,7 @@ def train_gppo(
     decode: Decode,
     sampler: Sampler,
     grade: Grader,
-    reward: Callable[[str, Verdict], float],
+    reward: Callable[[Kind, Verdict], float],
     objective: Objective,
     layout: Layout,
     score: Callable[[Any, Any, int], jax.Array],
@@ -91,12 +92,9 @@ def train_gppo(
             [groups[i] for i in kept], rewards[kept], objective,
             updates=cfg.updates, layout=layout, max_tokens=cfg.max_tokens,
         )  # fmt: skip
-        params = state.params
         # All old log-probs come from the policy that sampled, so before the first update.
-        scored = list(
-            rollout.with_old_logprobs(minibatches, lambda b, m: score(params, b, m), mesh)
-        )
-        del params  # the step donates the state
+        score_now = functools.partial(score, state.params)
+        scored = list(rollout.with_old_logprobs(minibatches, score_now, mesh))
 
         rate, updates = learning_rate(number), []
         for minibatch in scored:
@@ -109,7 +107,9 @@ def train_gppo(
         values |= {
             "lr": rate,
             "updates": len(updates),
-            "padding_share": np.mean([m.padding_share for m in minibatches]) if minibatches else 0.0,
+            "padding_share": np.mean([m.padding_share for m in minibatches])
+            if minibatches
+            else 0.0,
             "seconds/sample": sampled - start,
             "seconds/train": trained - sampled,
             "tokens_per_second": values["tokens/sampled"] / (trained - start),

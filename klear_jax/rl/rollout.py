@@ -18,7 +18,7 @@ from klear_jax.core import mesh as mesh_lib
 from klear_jax.core.batch import RolloutBatch
 from klear_jax.data.packing import TokenSequence, first_fit, pack
 from klear_jax.data.problems import Problem
-from klear_jax.rewards.verdict import Reason, Verdict, format_of
+from klear_jax.rewards.verdict import Kind, Reason, Verdict, format_of
 from klear_jax.rl.advantages import ADVANTAGES, is_informative
 from klear_jax.sampling.sampler import Completion, Request
 
@@ -147,14 +147,17 @@ def collect(
 
 
 def training_rewards(
-    groups: Sequence[Group], reward: Callable[[str, Verdict], float]
+    groups: Sequence[Group], reward: Callable[[Kind, Verdict], float]
 ) -> Float[np.ndarray, "n g"]:
     """The training reward of every sample; NaN where the verdict is not valid."""
     return np.array([[reward(g.problem.kind, v) for v in g.verdicts] for g in groups])
 
 
 def keep_informative(
-    groups: Sequence[Group], rewards: Float[np.ndarray, "n g"], group_filter: GroupFilter, limit: int
+    groups: Sequence[Group],
+    rewards: Float[np.ndarray, "n g"],
+    group_filter: GroupFilter,
+    limit: int,
 ) -> list[int]:
     """Indices of the groups to train on, at most `limit`, in order; there is no refill (paper).
 
@@ -200,8 +203,8 @@ def assemble(
 ) -> list[MiniBatch]:
     """Split whole groups into `updates` mini-batches and pack each.
 
-    With fewer groups than updates there is one group a mini-batch, so fewer updates. Invalid samples
-    are left out everywhere.
+    With fewer groups than updates there is one group a mini-batch, so fewer updates. Invalid
+    samples are left out everywhere.
     """
     if not groups:
         return []
@@ -230,7 +233,8 @@ def _pack(groups, rewards, advantages, members, objective, layout, max_tokens) -
 
     sequences = [
         TokenSequence(
-            np.concatenate([np.asarray(groups[n].prompt, np.int32), c.tokens]), len(groups[n].prompt)
+            np.concatenate([np.asarray(groups[n].prompt, np.int32), c.tokens]),
+            len(groups[n].prompt),
         )
         for (n, _), c in zip(members, completions, strict=True)
     ]
@@ -283,7 +287,8 @@ def with_old_logprobs(
     for minibatch in minibatches:
         batch = mesh_lib.place(minibatch.batch, mesh, None, "batch", "seq")
         old = score(batch, minibatch.microbatches)
-        yield dataclasses.replace(minibatch, batch=batch.replace(old_logprobs=old))
+        batch = dataclasses.replace(batch, old_logprobs=old)
+        yield dataclasses.replace(minibatch, batch=batch)
 
 
 def summarise(
@@ -310,4 +315,3 @@ def summarise(
         "truncated": cut.mean(),
         "tokens/sampled": int(lengths.sum()),
     }
-

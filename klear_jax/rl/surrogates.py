@@ -35,8 +35,8 @@ class Clip:
     high: float = 0.28
     """The upper bound is 1 + high."""
     dual: float | None = None
-    """Where A < 0 and r > dual, the objective is the constant dual * A (dual-clip PPO); the released
-    recipe uses 10. None: no such bound."""
+    """Where A < 0 and r > dual, the objective is the constant dual * A (dual-clip PPO); the
+    released recipe uses 10. None: no such bound."""
     variant: Variant = "gppo"
     """Which surrogate of `SURROGATES`."""
 

@@ -22,7 +22,9 @@ class Truncation:
 
     def __post_init__(self):
         if not 0 < self.top_p <= 1 or (self.top_k is not None and self.top_k < 1):
-            raise ValueError(f"top_p {self.top_p} must lie in (0, 1] and top_k {self.top_k} be >= 1")
+            raise ValueError(
+                f"top_p {self.top_p} must lie in (0, 1] and top_k {self.top_k} be >= 1"
+            )
 
 
 def draw(

@@ -6,8 +6,8 @@ but its last token; `insert` copies it into any number of slots; `generate` deco
 one dispatch, every slot at its own position, and stops a slot on the device. The first decode step
 of a slot eats the last prompt token, so there is one place where tokens are drawn.
 
-The random key of a token is `fold_in(fold_in(key(seed), sample_id), position)`: a completion depends
-on these and on the weights, not on its slot, its neighbours or the order of arrival.
+The random key of a token is `fold_in(fold_in(key(seed), sample_id), position)`: a completion
+depends on these and on the weights, not on its slot, its neighbours or the order of arrival.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -97,19 +98,22 @@ class DecodeState:
 
 @struct.dataclass
 class Insertion:
-    """Which prompts go into which slots; entries with a slot number past the end are ignored."""
+    """Which prompts go into which slots; entries with a slot number past the end are ignored.
 
-    slots: Int[Array, "s"]
-    rows: Int[Array, "s"]
+    Made on the host.
+    """
+
+    slots: Int[np.ndarray, "s"]
+    rows: Int[np.ndarray, "s"]
     """Row of the prefix."""
-    table: Int[Array, "s slot_pages"]
-    tokens: Int[Array, "s"]
+    table: Int[np.ndarray, "s slot_pages"]
+    tokens: Int[np.ndarray, "s"]
     """Last token of the prompt."""
-    positions: Int[Array, "s"]
+    positions: Int[np.ndarray, "s"]
     """Tokens of the prompt less one."""
-    budgets: Int[Array, "s"]
-    sample_ids: UInt32[Array, "s"]
-    temperatures: Float[Array, "s"]
+    budgets: Int[np.ndarray, "s"]
+    sample_ids: UInt32[np.ndarray, "s"]
+    temperatures: Float[np.ndarray, "s"]
 
 
 @struct.dataclass
@@ -146,10 +150,11 @@ def prefill(
     """Run prompts padded on the right to p tokens (a whole number of pages)."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    _, (k, v) = qwen3.run_blocks(
-        params, tokens, positions, segments, cfg=cfg, keep=lambda hidden, k, v: (k, v), rules=SAMPLE
-    )
-    return Prefix(k, v)
+    _, prefix = qwen3.run_blocks(
+        params, tokens, positions, segments,
+        cfg=cfg, keep=lambda hidden, k, v: Prefix(k, v), rules=SAMPLE,
+    )  # fmt: skip
+    return prefix
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -166,7 +171,7 @@ def insert(state: DecodeState, prefix: Prefix, new: Insertion) -> DecodeState:
 
     names = ("table", "tokens", "positions", "budgets", "sample_ids", "temperatures")
     live = state.live.at[new.slots].set(True, mode="drop")
-    return state.replace(cache=cache, live=live, **{name: put(name) for name in names})
+    return dataclasses.replace(state, cache=cache, live=live, **{name: put(name) for name in names})
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "engine"), donate_argnames="state")
@@ -205,7 +210,8 @@ def generate(
         ended = (token[:, None] == stop_ids).any(axis=-1) | (budgets <= 0)
         tokens = tokens.at[number].set(jnp.where(live, token, -1))
         logprobs = logprobs.at[number].set(jnp.where(live, logprob, 0.0))
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             cache=cache,
             tokens=jnp.where(live, token, state.tokens),
             positions=state.positions + live,

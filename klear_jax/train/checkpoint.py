@@ -53,7 +53,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; earlier ones are as they were.
         """
-        progress = {"opt_state": state.opt_state, "updates": state.updates, "skipped": state.skipped}
+        progress = {
+            "opt_state": state.opt_state,
+            "updates": state.updates,
+            "skipped": state.skipped,
+        }
         try:
             self._manager.save(
                 step,
@@ -131,7 +135,8 @@ def restore_or_init(
     """The last checkpoint's state and its step, or a state made by `make` and 0.
 
     Raises:
-        CheckpointError: the checkpoint's record differs from `record` (compute type and remat apart).
+        CheckpointError: the checkpoint's record differs from `record` (compute type and remat
+        apart).
     """
     step = saves.latest()
     if step is None:
@@ -160,8 +165,8 @@ def saved_model(run: Path) -> ModelConfig:
 def _last(run: Path) -> tuple[Checkpoints, int]:
     if not (run / FOLDER).is_dir():
         raise CheckpointError(
-            f"{run} holds no checkpoint (no folder {FOLDER}/); give the --out folder of a run, or a "
-            "folder with config.json and safetensors"
+            f"{run} holds no checkpoint (no folder {FOLDER}/); give the --out folder of a run, "
+            "or a folder with config.json and safetensors"
         )
     checkpoints = Checkpoints(run)
     step = checkpoints.latest()

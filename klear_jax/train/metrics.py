@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics that add up exactly over micro-batches and devices, and where a run writes them."""
 
+import dataclasses
 import json
 import math
 import time
@@ -41,7 +42,7 @@ def zeros_like(shapes: Metrics) -> Metrics:
     """The neutral element of `merge` for metrics of these shapes."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     low = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxima)
-    return zeros.replace(maxima=low)
+    return dataclasses.replace(zeros, maxima=low)
 
 
 class RunLog:
@@ -54,7 +55,8 @@ class RunLog:
         from tensorboardX import SummaryWriter  # half a second to import
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        # Open for the life of the log; closed by __exit__.
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = SummaryWriter(str(folder / "tensorboard"), flush_secs=30)
         self._start = time.monotonic()
 

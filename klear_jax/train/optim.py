@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -59,7 +60,7 @@ def make_schedule(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
             alpha=cfg.final_learning_rate / cfg.learning_rate if cfg.learning_rate else 0.0,
         )
     if not cfg.warmup_steps:
-        return lambda step: float(after(step))
+        return lambda step: np.asarray(after(step)).item()
     warmup = optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup_steps)
     joined = optax.join_schedules([warmup, after], [cfg.warmup_steps])
-    return lambda step: float(joined(step))
+    return lambda step: np.asarray(joined(step)).item()

@@ -29,12 +29,12 @@ class TrainState:
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state around `params`; moments are laid out as the parameters are."""
-    return TrainState(
-        params=params,
-        opt_state=jax.jit(optimizer.init)(params),
-        updates=jnp.zeros((), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-    )
+    return _fresh(params, jax.jit(optimizer.init)(params))
+
+
+def _fresh(params: Params, opt_state: optax.OptState) -> TrainState:
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params=params, opt_state=opt_state, updates=zero, skipped=zero + 0)
 
 
 def abstract_state(
@@ -42,8 +42,7 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, types and shardings of a state of this model on this mesh; nothing is allocated."""
     params = params_lib.abstract(cfg, mesh)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(params, jax.eval_shape(optimizer.init, params), scalar, scalar)
+    state = jax.eval_shape(lambda p: _fresh(p, optimizer.init(p)), params)
     if mesh is None:
         return state
     whole = mesh_lib.sharding(mesh)

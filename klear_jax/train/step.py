@@ -20,18 +20,16 @@ LossFn = Callable[[Params, Any], tuple[Float[Array, ""], Metrics]]
 """(params, micro-batch) -> its *share* of the loss, and metrics. Shares add up to the loss, since
 every weight in a batch is normalised over the whole mini-batch beforehand."""
 
-Step = Callable[
-    [TrainState, Any, Int[Array, ""] | int, float], tuple[TrainState, dict[str, Array]]
-]
+Step = Callable[[TrainState, Any, Int[Array, ""] | int, float], tuple[TrainState, dict[str, Array]]]
 
 
 def make_step(loss_fn: LossFn, *, optimizer: optax.GradientTransformation) -> Step:
     """A jitted `step(state, batch, microbatches, learning_rate) -> (state, metrics)`.
 
-    Leaves of `batch` are `[m, b, t]`; the first `microbatches` of the m pieces are used. That number
-    and the learning rate are run-time values, so one compiled program serves mini-batches of any
-    size up to m. The state is donated. Where the loss or the gradient norm is not finite, the state
-    stays as it was and `skipped` counts up.
+    Leaves of `batch` are `[m, b, t]`; the first `microbatches` of the m pieces are used. That
+    number and the learning rate are run-time values, so one compiled program serves mini-batches of
+    any size up to m. The state is donated. Where the loss or the gradient norm is not finite, the
+    state stays as it was and `skipped` counts up.
     """
 
     def step(state, batch, microbatches, learning_rate):

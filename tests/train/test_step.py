@@ -36,7 +36,7 @@ def start():
     """Host copies of the parameters, spread so that tokens differ in probability."""
     rng = np.random.default_rng(0)
     params = params_lib.init(CFG, 0)
-    return jax.tree.map(lambda x: np.asarray(x) * rng.uniform(0.5, 3, x.shape[-1:]), params)
+    return jax.tree.map(lambda x: np.asarray(x) * rng.uniform(0.5, 1.5, x.shape[-1:]), params)
 
 
 def fresh(mesh=None):
@@ -49,23 +49,23 @@ def fresh(mesh=None):
 
 @functools.cache
 def samples():
-    """Twelve sequences, each with a prompt, its advantage, and old log-probs near the policy's."""
+    """Eight sequences, each with a prompt, its advantage, and old log-probs near the policy's."""
     rng = np.random.default_rng(1)
-    lengths = [12, 31, 9, 20, 3, 25, 17, 8, 14, 22, 2, 11]
+    lengths = [31, 12, 9, 20, 3, 41, 17, 2]
     # Prompts of every length, and the pad id 0 both as a token and as an end token.
     sequences = [
         TokenSequence(np.append(rng.integers(0, 263, n - 1), 0).astype(np.int32), int(p))
-        for n, p in zip(lengths, [4, 20, 1, 5, 2, 9, 16, 3, 2, 11, 1, 5], strict=True)
+        for n, p in zip(lengths, [20, 4, 1, 5, 2, 9, 16, 1], strict=True)
     ]
     tokens = [s.tokens.shape[0] - s.prompt_length for s in sequences]
-    advantages = [np.full(n, a) for n, a in zip(tokens, rng.normal(size=12), strict=True)]
+    advantages = [np.full(n, a) for n, a in zip(tokens, rng.normal(size=8), strict=True)]
     old = [rng.normal(-5.4, 1.0, n) for n in tokens]
     gaps = [rng.normal(0, 0.1, n) for n in tokens]
     return sequences, {"advantages": advantages, "old_logprobs": old, "gap": gaps}
 
 
-def rollout_batch(shape, order=range(12), packed=True, live=None):
-    """The samples as `[m, b, t]`; `packed=False` gives each a row of its own."""
+def rollout_batch(shape, order=range(8), packed=True):
+    """The samples as `[m, b, t]`, 8 rows; `packed=False` gives each a row of its own."""
     sequences, extras = samples()
     chosen = [sequences[i] for i in order]
     extras = {k: [v[i] for i in order] for k, v in extras.items()}
@@ -111,14 +111,16 @@ def outcome(batch, used, mesh=None):
 
 @functools.cache
 def reference():
-    return outcome(rollout_batch((1, 6)), 1)
+    return outcome(rollout_batch((1, 8)), 1)
 
 
 def assert_same(result):
     (values, gradient), (expected, expected_gradient) = result, reference()
     assert values.keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(values[name], expected[name], rtol=2e-6, atol=1e-7, err_msg=name)
+        # The largest of all ratios is exp of one token's rounding error, not a mean of many.
+        rtol = 1e-5 if name == "ratio/max" else 1e-6
+        np.testing.assert_allclose(values[name], expected[name], rtol=rtol, err_msg=name)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_gradient))
     assert largest > 1e-3
     for got, want in zip(
@@ -131,28 +133,28 @@ def test_reference_is_no_special_case():
     """The samples reach every branch, so that equality below means something."""
     values, _ = reference()
     for name in ("clip/pos_high", "clip/neg_low", "outside/pos_low", "outside/neg_high"):
-        assert 0.02 < values[name] < 0.6, name
+        assert 0.01 < values[name] < 0.6, name
     sequences, _ = samples()
     trained = sum(len(s.tokens) - s.prompt_length for s in sequences)
     assert values["tokens/trained"] == values["ratio_histogram"].sum() == trained
     assert values["ratio/max"] > CLIP.dual
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 6])
+@pytest.mark.parametrize("pieces", [2, 4])
 def test_micro_batches(pieces):
-    assert_same(outcome(rollout_batch((pieces, 6 // pieces)), pieces))
+    assert_same(outcome(rollout_batch((pieces, 8 // pieces)), pieces))
 
 
 def test_row_and_sequence_order():
-    batch = rollout_batch((1, 6))
-    rows = np.array([3, 5, 0, 4, 1, 2])
+    batch = rollout_batch((1, 8))
+    rows = np.array([3, 5, 0, 4, 7, 1, 2, 6])
     assert_same(outcome(jax.tree.map(lambda x: x[:, rows], batch), 1))
-    order = np.random.default_rng(5).permutation(12)
-    assert_same(outcome(rollout_batch((2, 3), order), 2))
+    order = np.random.default_rng(5).permutation(8)
+    assert_same(outcome(rollout_batch((2, 4), order), 2))
 
 
 def test_one_sequence_a_row():
-    assert_same(outcome(rollout_batch((2, 6), packed=False), 2))
+    assert_same(outcome(rollout_batch((1, 8), packed=False), 1))
 
 
 @pytest.mark.parametrize("spec", ["fsdp:2", "tensor:2", CUT])
@@ -160,8 +162,8 @@ def test_mesh(spec):
     spec = MeshSpec.parse(spec)
     mesh = make_mesh(spec, devices=jax.devices()[: int(np.prod(spec.sizes))])
     with jax.set_mesh(mesh):
-        batch = place(rollout_batch((3, 2)), mesh, None, "batch", "seq")
-        assert_same(outcome(batch, 3, mesh))
+        batch = place(rollout_batch((4, 2)), mesh, None, "batch", "seq")
+        assert_same(outcome(batch, 4, mesh))
 
 
 @pytest.fixture(scope="module")
@@ -234,16 +236,16 @@ def test_one_program_for_any_number_of_micro_batches(spec, cut_mesh):
 def test_a_real_step_compiles_once_and_donates(cut_mesh):
     """On a cut mesh the state that comes back has the layout of the one that went in."""
     with jax.set_mesh(cut_mesh):
-        batch = place(rollout_batch((3, 2)), cut_mesh, None, "batch", "seq")
+        batch = place(rollout_batch((4, 2)), cut_mesh, None, "batch", "seq")
         state = init_state(fresh(cut_mesh), GRADIENT)
         layout = jax.tree.map(lambda x: x.sharding, state)
-        for used in (3, 1, 2):
+        for used in (4, 1, 2):
             old = state
             state, values = STEP(state, batch, used, 1e-3)
             assert all(x.is_deleted() for x in jax.tree.leaves(old))
             assert jax.tree.map(lambda x: x.sharding, state) == layout
             assert int(values["updates_skipped"]) == 0
-            before = STEP._cache_size() if used == 3 else before
+            before = STEP._cache_size() if used == 4 else before
         assert STEP._cache_size() == before
     assert int(state.updates) == 3
 
@@ -254,7 +256,7 @@ def bits(tree):
 
 @pytest.mark.parametrize("field", ["advantages", "loss_weights", "old_logprobs"])
 def test_non_finite_step_changes_nothing(field):
-    batch = rollout_batch((1, 6))
+    batch = rollout_batch((1, 8))
     bad = getattr(batch, field).copy()
     bad[
         np.nonzero(batch.mask)[0][0], np.nonzero(batch.mask)[1][0], np.nonzero(batch.mask)[2][0]
@@ -287,8 +289,9 @@ def test_infinite_gradient_of_a_finite_loss_is_skipped(used):
 
 
 def direct_logprobs(batch, cfg, temperature):
-    """Log-probs `[b, t]` and entropy by a plain softmax over the live vocabulary, float64."""
-    hidden = qwen3.forward(fresh(), batch.tokens, batch.positions, batch.segments, cfg=cfg)
+    """Log-probs `[b, t]` by a plain softmax over the live vocabulary, float64."""
+    rows = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
+    hidden = qwen3.forward(fresh(), *rows, cfg=cfg)
     logits = np.asarray(hidden, np.float64) @ np.asarray(qwen3.unembed(start()), np.float64)
     logits = logits[..., : cfg.live_vocab] / temperature
     logits -= logits.max(axis=-1, keepdims=True)
@@ -298,7 +301,7 @@ def direct_logprobs(batch, cfg, temperature):
 
 def test_scorer_equals_the_losss_own_logprobs():
     """So the first update after sampling has ratio 1; pieces that are not used stay 0."""
-    batch = rollout_batch((2, 3))
+    batch = rollout_batch((2, 4))
     score = make_scorer(CFG, temperature=0.8)
     params = fresh()
     scored = np.asarray(score(params, batch, 2))
@@ -307,16 +310,16 @@ def test_scorer_equals_the_losss_own_logprobs():
     assert (part[1] == 0).all()
     assert score._cache_size() == 1
 
-    flat = jax.tree.map(lambda x: x.reshape(6, ROW), batch)
+    flat = jax.tree.map(lambda x: jnp.asarray(x.reshape(8, ROW)), batch)
     expected = direct_logprobs(flat, CFG, 0.8)
     mask = batch.mask
-    np.testing.assert_allclose(scored[mask], expected.reshape(2, 3, ROW)[mask], atol=1e-5)
+    np.testing.assert_allclose(scored[mask], expected.reshape(2, 4, ROW)[mask], atol=1e-5)
 
     hidden = qwen3.forward(params, flat.tokens, flat.positions, flat.segments, cfg=CFG)
     own, _ = linear_logprob(
         hidden, qwen3.unembed(params), flat.targets, live_vocab=CFG.live_vocab, temperature=0.8
     )
-    assert np.abs(np.exp(np.asarray(own).reshape(2, 3, ROW) - scored)[mask] - 1).max() < 1e-5
+    assert np.abs(np.exp(np.asarray(own).reshape(2, 4, ROW) - scored)[mask] - 1).max() < 1e-5
 
     values, _ = outcome(batch.replace(old_logprobs=scored), 2)
     assert abs(values["ratio/max"] - 1) < 1e-5
@@ -329,7 +332,7 @@ def test_scorer_equals_the_losss_own_logprobs():
 def test_sft_step_in_bfloat16_keeps_float32_masters():
     """The SFT loss is -sum(weights * log p); small updates reach masters, moments stay float32."""
     cfg = dataclasses.replace(CFG, dtype="bfloat16")
-    batch = rollout_batch((1, 6))
+    batch = rollout_batch((1, 8))
     weights = np.where(batch.mask, np.random.default_rng(3).uniform(0, 0.02, batch.mask.shape), 0)
     sft = SftBatch(
         tokens=batch.tokens, targets=batch.targets, positions=batch.positions,
@@ -354,17 +357,17 @@ def test_sft_step_in_bfloat16_keeps_float32_masters():
 
 def test_sft_loss_ignores_what_is_masked():
     """NaN weights of masked cells would poison a product; prompts and padding carry no loss."""
-    batch = rollout_batch((1, 6))
-    flat = jax.tree.map(lambda x: x[0], batch)
+    batch = rollout_batch((1, 8))
+    flat = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     sft = SftBatch(
         tokens=flat.tokens, targets=flat.targets, positions=flat.positions,
         segments=flat.segments, mask=flat.mask, loss_weights=flat.loss_weights,
     )  # fmt: skip
     loss_fn = make_sft_loss(CFG)
     loss, metrics = loss_fn(fresh(), sft)
-    expected = -direct_logprobs(flat, CFG, 1.0)[flat.mask].mean()
+    expected = -direct_logprobs(flat, CFG, 1.0)[np.asarray(flat.mask)].mean()
     np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
-    other = np.where(flat.mask, flat.targets, 7).astype(np.int32)
+    other = jnp.where(flat.mask, flat.targets, 7)
     changed, _ = loss_fn(fresh(), sft.replace(targets=other))
     assert float(changed) == float(loss)
     assert int(metrics.sums["tokens"]) == flat.mask.sum()

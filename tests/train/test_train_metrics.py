@@ -46,9 +46,8 @@ def test_zeros_are_neutral():
 
 @pytest.fixture
 def log(tmp_path):
-    log = RunLog(tmp_path / "run")
-    yield log
-    log.close()
+    with RunLog(tmp_path / "run") as log:
+        yield log
 
 
 def strict_lines(folder):
@@ -97,8 +96,7 @@ def test_run_log_writes_strict_json(tmp_path, log):
 
 def test_run_log_appends(tmp_path):
     for step in (1, 2):
-        log = RunLog(tmp_path)
-        log.write("sft", step, {"loss": step})
-        log.close()
+        with RunLog(tmp_path) as log:
+            log.write("sft", step, {"loss": step})
     assert [line["step"] for line in strict_lines(tmp_path)] == [1, 2]
     assert list((tmp_path / "tensorboard").glob("events*"))
