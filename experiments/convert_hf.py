@@ -59,6 +59,7 @@ def export(checkpoint: Path, out: Path, dtype: str) -> None:
     # Imported here: reading a Hugging Face folder needs no checkpoint library.
     from klear_jax.train import checkpoint as checkpoint_lib
 
+    hf.check_free(out)  # before the weights are read
     params, cfg = checkpoint_lib.load_params(checkpoint, mesh=None)
     hf.export(jax.tree.map(lambda leaf: leaf.astype(dtype), params), cfg, out)
     print(f"{checkpoint} -> {out} ({dtype})")

@@ -11,13 +11,8 @@ problems, `g` samples a problem. A mini-batch has one more leading axis, `m` mic
 fixed shape.
 """
 
-import jax
-import numpy as np
 from flax import struct
-from jaxtyping import Bool, Float, Int
-
-Array = jax.Array | np.ndarray
-"""Batches are made on the host and then placed."""
+from jaxtyping import Array, Bool, Float, Int
 
 
 @struct.dataclass

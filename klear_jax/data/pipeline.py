@@ -5,6 +5,7 @@ The one module of `data` that may see jax, since it makes `core.batch.SftBatch`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,8 @@ def sft_batch(
     used = len(first_fit([s.cells for s in sequences], row=row_tokens))
     packed = pack(sequences, row=row_tokens, rows=rows * microbatches)
 
-    def pieces(x):
+    def pieces(x: np.ndarray) -> Any:
+        # Any: the record's fields are device arrays, which these become when it is placed.
         return x.reshape(microbatches, rows, row_tokens)
 
     batch = SftBatch(
@@ -79,6 +81,6 @@ def sft_batch(
         positions=pieces(packed.positions),
         segments=pieces(packed.segments),
         mask=pieces(packed.mask),
-        loss_weights=pieces(packed.mask.astype(np.float32) / responses),
+        loss_weights=pieces(packed.mask.astype(np.float32) / np.float32(responses)),
     )
     return batch, -(-used // rows)

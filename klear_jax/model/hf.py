@@ -76,6 +76,9 @@ WEIGHTS = _weights("""
 """)
 """Every tensor of a dense Qwen3. torch keeps [out, in]; `Params` keeps inputs first."""
 
+COMPARED_ROWS = 8192
+"""Rows of two tables compared at a time."""
+
 HEAD, EMBED = WEIGHTS[-1].name, WEIGHTS[0].name
 
 
@@ -151,7 +154,8 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> Files:
         if not file.is_file():
             raise FileNotFoundError(f"{file} is absent and {index} names it; download it again")
         try:
-            handle = stack.enter_context(safe_open(file, "np"))
+            # Reads, not a memory map: mapped pages would count as memory of this process.
+            handle = stack.enter_context(safe_open(file, "np", backend="pread"))
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read ({error}); download it again") from error
         found |= dict.fromkeys(handle.keys(), (file, handle))
@@ -216,8 +220,8 @@ def _check_same(files: Files, head: str, embed: str) -> None:
     (file, one), (_, two) = files[head], files[embed]
     shape = two.get_slice(embed).get_shape()
     same = one.get_slice(head).get_shape() == shape
-    for start in range(0, shape[0], rows := 8192) if same else ():
-        cut = slice(start, min(start + rows, shape[0]))
+    for start in range(0, shape[0], COMPARED_ROWS):
+        cut = slice(start, min(start + COMPARED_ROWS, shape[0]))
         same = same and np.array_equal(one.get_slice(head)[cut], two.get_slice(embed)[cut])
     if not same:
         raise ValueError(
@@ -276,8 +280,7 @@ def export(
             processes.
     """
     folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
+    check_free(folder)
     dtype = _check_exportable(params, cfg)
     names = [
         (name, weight, layer)
@@ -295,6 +298,16 @@ def export(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def check_free(folder: Path) -> None:
+    """Check that `export` may write here.
+
+    Raises:
+        FileExistsError: the path exists and is not an empty folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
 
 
 def _check_exportable(params: Params, cfg: ModelConfig) -> str:

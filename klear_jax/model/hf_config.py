@@ -28,7 +28,7 @@ def load_config(folder: Path) -> ModelConfig:
     _refuse(raw, file)
 
     def entry(name: str, kind: type = int) -> Any:
-        value = raw.get(name)
+        value: Any = raw.get(name)
         # A bool is an int in Python and no size.
         good = isinstance(value, bool) == (kind is bool)
         good = good and isinstance(value, int | float if kind is float else kind)

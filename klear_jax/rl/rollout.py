@@ -8,7 +8,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -251,7 +251,8 @@ def _pack(groups, rewards, advantages, members, objective, layout, max_tokens) -
         },
     )
 
-    def pieces(x):
+    def pieces(x: np.ndarray) -> Any:
+        # Any: the record's fields are device arrays, which these become when it is placed.
         return x.reshape(layout.microbatches, layout.rows, layout.row_tokens)
 
     batch = RolloutBatch(

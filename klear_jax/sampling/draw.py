@@ -47,26 +47,29 @@ def draw(
     scaled = jnp.where(jnp.arange(logits.shape[-1]) < live_vocab, scaled, -jnp.inf)
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
     weights = jnp.exp(logprobs)
-    weights = jnp.where(allowed(logprobs, truncation), weights, 0.0)
+    weights = jnp.where(allowed(scaled, truncation), weights, 0.0)
     drawn = jnp.where(greedy, jnp.argmax(scaled, axis=-1), inverse_cdf(weights, keys))
     drawn = drawn.astype(jnp.int32)
     return drawn, jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
 
 
-def allowed(logprobs: Float[Array, "s v"], truncation: Truncation) -> Bool[Array, "s v"]:
-    """Which tokens the truncation leaves; top-p is taken after top-k, on what is left of it."""
-    keep = jnp.isfinite(logprobs)
-    if truncation.top_k is not None and truncation.top_k < logprobs.shape[-1]:
-        smallest = jax.lax.top_k(logprobs, truncation.top_k)[0][:, -1:]
-        keep &= logprobs >= smallest
+def allowed(logits: Float[Array, "s v"], truncation: Truncation) -> Bool[Array, "s v"]:
+    """Which tokens the truncation leaves; top-p is taken after top-k, on what is left of it.
+
+    Thresholds are logits and are compared with logits. Numbers that come out of exp and log may be
+    computed twice by the compiler, with other rounding, and then the token at the edge, with
+    top_k = 1 the only one, falls out.
+    """
+    keep = jnp.isfinite(logits)
+    if truncation.top_k is not None and truncation.top_k < logits.shape[-1]:
+        keep &= logits >= jax.lax.top_k(logits, truncation.top_k)[0][:, -1:]
     if truncation.top_p < 1:
-        probabilities = jnp.where(keep, jnp.exp(logprobs), 0.0)
-        probabilities /= probabilities.sum(axis=-1, keepdims=True)
-        ordered = jnp.sort(probabilities, axis=-1, descending=True)
-        before = jnp.cumsum(ordered, axis=-1) - ordered
+        ordered = jnp.sort(jnp.where(keep, logits, -jnp.inf), axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
         # The least likely token still needed to reach top_p; ties with it stay in.
         edge = jnp.where(before < truncation.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
-        keep &= probabilities >= edge
+        keep &= logits >= edge
     return keep
 
 

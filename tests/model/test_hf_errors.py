@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -17,6 +18,8 @@ from klear_jax.core.mesh import MeshSpec, make_mesh
 from klear_jax.model import hf
 from klear_jax.model import params as params_lib
 from klear_jax.model.config import ModelConfig
+from klear_jax.train import checkpoint
+from klear_jax.train.state import init_state
 
 CFG = ModelConfig(
     layers=2, d_model=8, q_heads=2, kv_heads=1, head_dim=6, d_ff=12, vocab=16, live_vocab=16
@@ -218,14 +221,46 @@ def test_export_into_an_empty_folder(params, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def convert(*arguments) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CONVERT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_command_line(folder):
     """Status and streams: facts on stdout, one line on stderr without a traceback."""
-    good = subprocess.run([sys.executable, CONVERT, folder], capture_output=True, text=True)
+    good = convert(folder)
     assert (good.returncode, good.stderr) == (0, "")
     assert f"{CFG.parameter_count:,} parameters" in good.stdout
-    bad = subprocess.run(
-        [sys.executable, CONVERT, folder / "nowhere"], capture_output=True, text=True
-    )
+    bad = convert(folder / "nowhere")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("error: no folder ")
     assert bad.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_command_line_exports_a_checkpoint(params, folder, tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path / "run")
+    state = init_state(params, optax.adamw(1e-3))
+    checkpoints.save(3, state, {"model": checkpoint.model_record(CFG)})
+    checkpoints.close()
+    done = convert("--checkpoint", tmp_path / "run", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "out")[0], params)
+
+    half = convert(
+        "--checkpoint", tmp_path / "run", "--out", tmp_path / "half", "--dtype", "bfloat16"
+    )
+    assert half.returncode == 0, half.stderr
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "half")[0], rounded)
+
+    for arguments in (
+        ("--checkpoint", tmp_path / "run", "--out", folder),
+        ("--checkpoint", tmp_path / "nowhere", "--out", tmp_path / "new"),
+    ):
+        refused = convert(*arguments)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: ")
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "nowhere").exists()
+    assert not (tmp_path / "new").exists()
