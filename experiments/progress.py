@@ -30,7 +30,7 @@ class Progress:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task(title, total=total, completed=first, figures="")
-        self._last = time.monotonic()
+        self._last, self._tokens = time.monotonic(), 0
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -39,10 +39,15 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def rate(self, tokens: int) -> float:
-        """Tokens a second since the last call, given the tokens of one update at the end of it."""
+    def count(self, tokens: int) -> None:
+        """Add to the tokens that `rate` speaks of."""
+        self._tokens += tokens
+
+    def rate(self) -> float:
+        """Tokens a second since the last call."""
         now = time.monotonic()
-        elapsed, self._last = now - self._last, now
+        tokens, elapsed = self._tokens, now - self._last
+        self._last, self._tokens = now, 0
         return tokens / max(elapsed, 1e-9)
 
     def show(self, done: int, record: dict[str, Any], names: Sequence[str]) -> None:

@@ -266,9 +266,25 @@ def train(
     return state, hooks.results, done
 
 
-def run_gppo(argv: Sequence[str]) -> int:
-    """The command line."""
-    run = command_line(GPPO_PRESETS, argv)
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run left behind."""
+
+    folder: Path
+    report: Path
+    state: TrainState
+    results: dict[str, float]
+    """The last evaluation."""
+    done: int
+    """Steps done; fewer than asked for after an interruption."""
+
+
+def execute(run: GppoRun) -> Outcome:
+    """Do a whole run: check, SFT start where one is needed, train, report.
+
+    Raises:
+        UsageError: the config cannot work; nothing was written.
+    """
     if run.model != "tiny" and run.init is None:
         raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
     if run.model != "tiny" and run.problems is None:
@@ -279,18 +295,27 @@ def run_gppo(argv: Sequence[str]) -> int:
     folder = open_run(run, "gppo", parameters=prepared.cfg.parameter_count)
     with jax.set_mesh(mesh), Interrupt() as interrupt:
         init = run.init
-        if init is None and run.problems is None:
+        fresh = not run.resume or checkpoint.Checkpoints(folder).latest() is None
+        if fresh and init is None and run.problems is None:
             init = run_sft.cached_start(run.sft_start(), tokenizer, mesh, interrupt)
             note_sft_run(folder, init)
-        elif init is None:
+        elif fresh and init is None:
             print("starting from random weights: --problems is given and --init is not")
-        _, _, done = train(prepared, mesh, folder, interrupt, init=init)
+        state, results, done = train(prepared, mesh, folder, interrupt, init=init)
     math_rewards.close_pool()
     from klear_jax.report import write_report
 
-    print(f"report: {write_report(folder)}")
-    if done < run.steps:
-        print(f"stopped at step {done} of {run.steps}; go on with --resume --out={folder}")
+    return Outcome(folder, write_report(folder), state, results, done)
+
+
+def run_gppo(argv: Sequence[str]) -> int:
+    """The command line."""
+    run = command_line(GPPO_PRESETS, argv)
+    outcome = execute(run)
+    print(f"report: {outcome.report}")
+    if outcome.done < run.steps:
+        resume = f"--resume --out={outcome.folder}"
+        print(f"stopped at step {outcome.done} of {run.steps}; go on with {resume}")
         return 130
     return 0
 

@@ -124,7 +124,9 @@ def train(
     done = first
     with RunLog(folder) as log, Progress("SFT", run.steps, first) as progress:
         for number in range(first, run.steps):
-            batch, microbatches = batch_of(prepared, prepared.examples(number))
+            examples = prepared.examples(number)
+            progress.count(sum(e.cells for e in examples))
+            batch, microbatches = batch_of(prepared, examples)
             batch = mesh_lib.place(batch, mesh, None, "batch", "seq")
             rate = learning_rate(number)
             state, metrics = step(state, batch, microbatches, rate)
@@ -132,7 +134,7 @@ def train(
             last = done == run.steps or interrupt.asked
             if done % LOG_EVERY == 0 or last:
                 values = jax.device_get(metrics) | {"lr": rate}
-                values["tokens_per_second"] = progress.rate(int(values["tokens"]))
+                values["tokens_per_second"] = progress.rate()
                 progress.show(
                     done, log.write("sft", done, values), ("loss", "entropy", "grad_norm")
                 )

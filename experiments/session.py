@@ -204,7 +204,8 @@ def git_revision() -> str | None:
 
 def config_hash(run: Common) -> str:
     """A short name for everything that decides the outcome of a run."""
-    record = {k: v for k, v in config_record(run).items() if k not in ("out", "resume")}
+    same = ("out", "resume", "mesh", "cpu_devices", "save_every")
+    record = {k: v for k, v in config_record(run).items() if k not in same}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -275,7 +276,7 @@ def _saved_model(path: Path) -> ModelConfig:
         return checkpoint.saved_model(path)
     from klear_jax.model import hf
 
-    return hf.read_config(path)
+    return hf.load_config(path)
 
 
 def initial_params(path: Path | None, cfg: ModelConfig, mesh: Mesh, *, seed: int) -> Params:

@@ -7,6 +7,7 @@ logical name is cut over. Read `Rules` first.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "seq", "tensor")
+
+EXPLICIT_AXES = True
+"""Explicit axis types: the sharding is part of an array's type, so a reshard that nobody wrote is
+an error while tracing. False gives automatic axes and the same maths (docs/sharding.md compares).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +103,8 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     """Lay devices (all of them by default) out as `spec` says."""
     devices = jax.devices() if devices is None else devices
     spec = spec.resolve(len(devices))
-    return jax.make_mesh(spec.sizes, AXES, axis_types=(AXIS_TYPE,) * len(AXES), devices=devices)
-
-
-AXIS_TYPE = AxisType.Explicit
-"""Explicit: the sharding is part of an array's type, so a reshard that nobody wrote is an error
-while tracing. The maths is the same with `AxisType.Auto`."""
+    kind = AxisType.Explicit if EXPLICIT_AXES else AxisType.Auto
+    return jax.make_mesh(spec.sizes, AXES, axis_types=(kind,) * len(AXES), devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,27 +150,36 @@ def constrain(x: jax.Array, *logical: str | None, rules: Rules = TRAIN) -> jax.A
     mesh = context_mesh()
     if mesh is None:
         return x
-    if AxisType.Explicit == AXIS_TYPE:
+    if EXPLICIT_AXES:
         return jax.sharding.reshard(x, rules.spec(*logical))
     return jax.lax.with_sharding_constraint(x, rules.spec(*logical))
 
 
 def einsum(
-    equation: str, *operands: jax.Array, out: Sequence[str | None], rules: Rules = TRAIN
+    equation: str,
+    *operands: jax.Array,
+    out: Sequence[str | None],
+    rules: Rules = TRAIN,
+    dtype: Any = None,
 ) -> jax.Array:
-    """`jnp.einsum` whose result has the logical axes `out` (a contraction may cross a cut axis)."""
+    """`jnp.einsum` whose result has the logical axes `out` (a contraction may cross a cut axis).
+
+    Args:
+        dtype: type of the sums and the result; by default that of the operands.
+    """
+    product = functools.partial(jnp.einsum, equation, *operands, preferred_element_type=dtype)
     if context_mesh() is None:
-        return jnp.einsum(equation, *operands)
-    if AxisType.Explicit == AXIS_TYPE:
-        return jnp.einsum(equation, *operands, out_sharding=rules.spec(*out))
-    return constrain(jnp.einsum(equation, *operands), *out, rules=rules)
+        return product()
+    if EXPLICIT_AXES:
+        return product(out_sharding=rules.spec(*out))
+    return constrain(product(), *out, rules=rules)
 
 
 def take(
     table: jax.Array, indices: jax.Array, *, out: Sequence[str | None], rules: Rules = TRAIN
 ) -> jax.Array:
     """Rows of `table` at `indices`, laid out by the logical axes `out`."""
-    if context_mesh() is None or AxisType.Explicit != AXIS_TYPE:
+    if context_mesh() is None or not EXPLICIT_AXES:
         return constrain(table[indices], *out, rules=rules)
     return table.at[indices].get(out_sharding=rules.spec(*out))
 

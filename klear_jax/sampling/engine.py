@@ -164,7 +164,8 @@ def insert(state: DecodeState, prefix: Prefix, new: Insertion) -> DecodeState:
     used = (new.slots < s)[:, None]
     destinations = new.table[:, : prefix.k.shape[2] // page]
     destinations = jnp.where(used, destinations, state.cache.pages)
-    cache = cache_lib.write_prompts(state.cache, prefix.k, prefix.v, new.rows, destinations)
+    rows = jnp.asarray(new.rows)
+    cache = cache_lib.write_prompts(state.cache, prefix.k, prefix.v, rows, destinations)
 
     def put(name):
         return getattr(state, name).at[new.slots].set(getattr(new, name), mode="drop")
@@ -253,5 +254,7 @@ def decode_step(
     every = jnp.arange(cfg.layers)
     (hidden, cache), _ = jax.lax.scan(body, (hidden, state.cache), (every, params.blocks))
     hidden = layers.rms_norm(hidden[:, 0], params.final_norm, eps=cfg.norm_eps)
-    logits = mesh_lib.einsum("sd,dv->sv", hidden, head, out=(None, "vocab"), rules=SAMPLE)
-    return mesh_lib.constrain(logits.astype(jnp.float32), None, None, rules=SAMPLE), cache
+    logits = mesh_lib.einsum(
+        "sd,dv->sv", hidden, head, out=(None, "vocab"), rules=SAMPLE, dtype=jnp.float32
+    )
+    return mesh_lib.constrain(logits, None, None, rules=SAMPLE), cache
