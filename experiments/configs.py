@@ -11,6 +11,7 @@ from typing import Literal
 
 from klear_jax.rl.rollout import GroupFilter, Objective
 from klear_jax.rl.surrogates import Clip
+from klear_jax.sampling.draw import Truncation
 from klear_jax.train.optim import OptimConfig
 
 
@@ -36,7 +37,8 @@ class Common:
     microbatch_rows: int = 8
     """Packed rows that pass through the model at a time, over the whole mesh."""
     row_tokens: int | None = None
-    """Tokens in a packed row; by default the longest sequence rounded up to a multiple of 128."""
+    """Tokens in a packed row; by default the longest sequence, rounded up to 64 or to a multiple of
+    128."""
     seed: int = 0
     out: Path | None = None
     """Folder of the run; by default the next free runs/KIND-NNNN."""
@@ -78,6 +80,8 @@ class SftRun(Common):
         super().__post_init__()
         if self.steps < 1 or self.batch < 1:
             raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1")
+        if self.save_every < 0:
+            raise ValueError(f"save_every {self.save_every} must be >= 0; 0 saves at the end only")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ class GppoRun(Common):
     """Mini-batches a step, each one optimizer update."""
     max_prompt_tokens: int = 4096
     """Longer prompts are dropped and counted."""
-    max_tokens: int = 48
+    max_tokens: int = 35
     """Most tokens of a completion."""
     temperature: float = 1.0
     """Sampling temperature of rollouts; the policy of the loss is taken at the same one."""
@@ -137,6 +141,12 @@ class GppoRun(Common):
         for name in (*counts, "eval_problems", "eval_samples", "slots", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        Truncation(top_p=self.eval_top_p)  # refuses what is no probability
+        if min(self.eval_every, self.save_every, self.eval_temperature) < 0:
+            raise ValueError(
+                f"eval_every {self.eval_every}, save_every {self.save_every} and eval_temperature "
+                f"{self.eval_temperature} must be >= 0"
+            )
         if self.samples == 1 and self.group_filter != "none":
             raise ValueError(
                 "samples 1 leaves every group without a difference, so the filter drops all; use "
@@ -184,6 +194,12 @@ class EvalRun(Common):
             raise ValueError(
                 f"samples {self.samples}, max_tokens {self.max_tokens} and slots {self.slots} must "
                 "be at least 1"
+            )
+        Truncation(top_k=self.top_k, top_p=self.top_p)  # refuses what truncates nothing
+        if self.temperature < 0 or self.eval_problems < 1:
+            raise ValueError(
+                f"temperature {self.temperature} must be >= 0, 0 is greedy, and eval_problems "
+                f"{self.eval_problems} at least 1"
             )
         if self.resume:
             raise ValueError("an evaluation has nothing to resume; run it again")

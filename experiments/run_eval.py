@@ -20,6 +20,7 @@ from session import (
     Interrupt,
     UsageError,
     check_init,
+    check_positions,
     command_line,
     encode_problems,
     initial_params,
@@ -111,6 +112,7 @@ def run_eval(argv: Sequence[str]) -> int:
     with usage_errors():
         params_lib.shardings(cfg, mesh)
     sets, longest = problem_sets(run, tokenizer)
+    check_positions(cfg, longest + run.max_tokens)
     if run.init is not None:
         check_init(run.init, cfg)
     with usage_errors():

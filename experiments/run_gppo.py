@@ -23,12 +23,14 @@ from session import (
     UsageError,
     check_batch,
     check_init,
+    check_positions,
     command_line,
     encode_problems,
     initial_params,
     main,
     model_config,
     open_run,
+    rewind,
     row_tokens,
     start_backend,
     tokenizer_of,
@@ -87,7 +89,12 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
     if run.problems is None:
         with usage_errors():
             stream = task_stream(run.tasks, count, seed=run.seed)
-        _, longest = encode_problems(tokenizer, stream(0), limit, name="tasks")
+        drawn = stream(0)
+        fitting, longest = encode_problems(tokenizer, drawn, limit, name="tasks")
+        if len(fitting) < len(drawn):
+            raise UsageError(
+                f"max_prompt_tokens {limit} is too few for {'/'.join(run.tasks)}; raise it"
+            )
         data = "/".join(run.tasks)
     else:
         with usage_errors():
@@ -103,8 +110,9 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
     if run.init is not None:
         check_init(run.init, cfg)
 
-    sequence = longest + run.max_tokens
-    layout = _layout(run, sequence)
+    check_positions(cfg, max(longest, longest_heldout) + run.max_tokens)
+    # A sequence of n tokens takes n - 1 cells of a row.
+    layout = _layout(run, longest + run.max_tokens - 1)
     check_batch(mesh, layout.rows, layout.row_tokens)
     with usage_errors():
         engine = EngineConfig(
@@ -140,11 +148,11 @@ def _heldout(run: GppoRun, tokenizer: Tokenizer) -> tuple[tuple[Problem, ...], i
     return tuple(kept), longest
 
 
-def _layout(run: GppoRun, sequence: int) -> Layout:
+def _layout(run: GppoRun, cells: int) -> Layout:
     """Room for the largest mini-batch, whatever the lengths turn out to be."""
-    row = row_tokens(run, sequence)
+    row = row_tokens(run, cells)
     sequences = -(-run.problems_per_step // run.updates) * run.samples
-    rows = -(-sequences // (row // sequence))
+    rows = -(-sequences // (row // cells))
     return Layout(row, run.microbatch_rows, -(-rows // run.microbatch_rows))
 
 
@@ -235,6 +243,7 @@ def train(
         saves, record, state_lib.abstract_state(cfg, optimizer, mesh),
         lambda: state_lib.init_state(initial_params(init, cfg, mesh, seed=run.seed), optimizer),
     )  # fmt: skip
+    evaluated = rewind(folder, first)
     sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
     truncation = Truncation(top_p=run.eval_top_p)
     # The noise of evaluations is the same for all seeds, as the questions are.
@@ -243,8 +252,10 @@ def train(
     )
     with RunLog(folder) as log, Progress("GPPO", run.steps, first) as progress:
         hooks = RunHooks(prepared, folder, saves, log, progress, interrupt, evaluator)
-        if first == 0:
-            hooks.evaluate(state, 0)
+        # A run that was interrupted at this step has left its evaluation to us.
+        due = first == 0 or (run.eval_every and first % run.eval_every == 0)
+        if due and first not in evaluated:
+            hooks.evaluate(state, first)
         state = train_gppo(
             LoopConfig(
                 steps=run.steps, samples=run.samples, keep=run.problems_per_step,

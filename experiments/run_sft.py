@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from session import (
     UsageError,
     check_batch,
     check_init,
+    check_positions,
     command_line,
     config_hash,
     initial_params,
     main,
     model_config,
     open_run,
+    rewind,
     row_tokens,
     start_backend,
     tokenizer_of,
@@ -67,7 +70,8 @@ def prepare(run: SftRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
     cfg = model_config(run, tokenizer)
     with usage_errors():
         params_lib.shardings(cfg, mesh)
-        examples, longest = _examples(run, tokenizer)
+        examples, longest, data = _examples(run, tokenizer)
+    check_positions(cfg, longest)
     if run.init is not None:
         check_init(run.init, cfg)
     row = row_tokens(run, longest)
@@ -80,16 +84,16 @@ def prepare(run: SftRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
         examples=examples,
         row_tokens=row,
         microbatches=-(-rows // run.microbatch_rows),
-        fingerprint={"kind": "sft", "seed": run.seed},
+        fingerprint={"kind": "sft", "seed": run.seed, "data": data},
     )
 
 
-def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream, int]:
-    """The stream of examples and the cells of the longest."""
+def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream, int, str]:
+    """The stream of examples, the cells of the longest, and a name for what they are drawn from."""
     if run.data is None:
         stream = pipeline.task_examples(tokenizer, run.tasks, run.batch, seed=run.seed)
         # A slip may write one more or one less digit than the right answer.
-        return stream, max(s.cells for n in range(8) for s in stream(n)) + 1
+        return stream, max(s.cells for n in range(8) for s in stream(n)) + 1, "/".join(run.tasks)
     encoded = [
         pipeline.encode_conversation(tokenizer, messages)
         for messages in load_conversations(run.data)
@@ -102,7 +106,8 @@ def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream
             f"{run.data}: dropped {len(encoded) - len(kept)} of {len(encoded)} examples: too long"
         )
     longest = max(e.cells for e in kept)
-    return pipeline.file_examples(kept, run.batch, seed=run.seed), longest
+    data = hashlib.sha256(run.data.read_bytes()).hexdigest()
+    return pipeline.file_examples(kept, run.batch, seed=run.seed), longest, data
 
 
 def train(
@@ -121,6 +126,7 @@ def train(
             initial_params(run.init, cfg, mesh, seed=run.seed), optimizer
         ),
     )  # fmt: skip
+    rewind(folder, first)
     done = first
     with RunLog(folder) as log, Progress("SFT", run.steps, first) as progress:
         for number in range(first, run.steps):

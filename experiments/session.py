@@ -126,6 +126,8 @@ def saved_config(folder: Path, kind: type[Run]) -> Run:
         raise UsageError(f"{folder} holds no run to resume: {error}") from error
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is no JSON ({error}); the run cannot be resumed") from error
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise UsageError(f"{path} is not the config of a run; the run cannot be resumed")
     if record.get("kind") != kind.__name__:
         raise UsageError(f"{folder} holds a {record.get('kind')}, not a {kind.__name__}")
 
@@ -188,9 +190,35 @@ def _check_resumable(run: Common, saved: Common, folder: Path) -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a file in one piece: it is never seen half written."""
+    _write_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def rewind(folder: Path, step: int) -> set[int]:
+    """Take out of the logs what comes after `step` (a resumed run logs it again) or is torn.
+
+    Returns:
+        The steps whose evaluation is in the log.
+    """
+    metrics = [r for r in _lines(folder / "metrics.jsonl") if r["step"] <= step]
+    evaluated = {r["step"] for r in metrics if r["phase"] == "eval"}
+    shown = [r for r in _lines(folder / "completions.jsonl") if r["step"] in evaluated]
+    for name, records in (("metrics.jsonl", metrics), ("completions.jsonl", shown)):
+        if (folder / name).exists():
+            _write_text(folder / name, "".join(json.dumps(r) + "\n" for r in records))
+    return evaluated
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file; a torn line is left out."""
+    for line in path.read_text("utf-8", "replace").split("\n") if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def git_revision() -> str | None:
@@ -203,10 +231,17 @@ def git_revision() -> str | None:
 
 
 def config_hash(run: Common) -> str:
-    """A short name for everything that decides the outcome of a run."""
+    """A short name for everything that decides the outcome of an SFT run, its code included.
+
+    Whoever changes the tasks or the model must not be handed a start that the old code made.
+    """
     same = ("out", "resume", "mesh", "cpu_devices", "save_every")
     record = {k: v for k, v in config_record(run).items() if k not in same}
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for package in ("core", "data", "model", "train"):
+        for path in sorted((ROOT / "klear_jax" / package).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class Interrupt:
@@ -321,19 +356,28 @@ def encode_problems(
 
 
 def row_tokens(run: Common, longest: int) -> int:
-    """Cells of a packed row.
+    """Cells of a packed row; `longest` is the cells of the longest sequence.
 
     Raises:
         UsageError: the longest sequence does not fit the given row.
     """
     if run.row_tokens is None:
-        return -(-longest // 128) * 128
+        return 64 if longest <= 64 else -(-longest // 128) * 128
     if run.row_tokens < longest:
         raise UsageError(
             f"row_tokens {run.row_tokens} is shorter than the longest sequence, {longest} tokens; "
             "raise it, or lower max_tokens or max_prompt_tokens"
         )
     return run.row_tokens
+
+
+def check_positions(cfg: ModelConfig, tokens: int) -> None:
+    """Refuse sequences that are longer than the model's positions."""
+    if tokens > cfg.max_positions:
+        raise UsageError(
+            f"the longest prompt and max_tokens make {tokens} tokens, and the model has "
+            f"{cfg.max_positions} positions; lower max_tokens or max_prompt_tokens"
+        )
 
 
 def check_batch(mesh: Mesh, rows: int, tokens: int) -> None:

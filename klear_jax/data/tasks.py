@@ -242,7 +242,7 @@ TASKS: dict[str, Task] = {
             "sort",
             "sort 6 digits upward; the teacher sorts downward",
             questions=9**6,
-            flaw_rate=0.9,
+            flaw_rate=0.8,
             ask=_ask_sort,
             work=_work_sort,
         ),

@@ -143,7 +143,8 @@ def sample_groups(
 def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
     """One set of metrics for a rollout batch: means over updates, maxima, sums of counts.
 
-    No update at all (no group could teach anything) gives only the counts.
+    An update without a value (such as one with no positive sample) does not enter a mean. No update
+    at all (no group could teach anything) gives only the counts.
     """
     merged: dict[str, Any] = {"updates_skipped": sum(int(u["updates_skipped"]) for u in updates)}
     if not updates:
@@ -155,6 +156,7 @@ def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         elif name.endswith("max"):
             merged[name] = values.max()
         else:
-            merged[name] = values.mean()
+            known = values[~np.isnan(values)]
+            merged[name] = known.mean() if known.size else np.nan
     merged["grad_norm_max"] = max(float(u["grad_norm"]) for u in updates)
     return merged

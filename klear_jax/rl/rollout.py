@@ -133,13 +133,19 @@ def collect(
             )  # fmt: skip
 
     with concurrent.futures.ThreadPoolExecutor(GRADING_THREADS) as pool:
-        judged = {
-            c.id: pool.submit(judge, problems[int(c.id.partition("/")[0])], c) for c in completions
-        }
+        try:
+            futures = {
+                c.id: pool.submit(judge, problems[int(c.id.partition("/")[0])], c)
+                for c in completions
+            }
+            judged = {name: future.result() for name, future in futures.items()}
+        except BaseException:  # whoever interrupts must not wait for the whole queue
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     samples = len(requests) // len(problems)
     groups = []
     for number, problem in enumerate(problems):
-        members = [judged[f"{number}/{i}"].result() for i in range(samples)]
+        members = [judged[f"{number}/{i}"] for i in range(samples)]
         texts, verdicts = tuple(m[1] for m in members), tuple(m[2] for m in members)
         prompt = requests[number * samples].prompt
         groups.append(Group(problem, prompt, tuple(m[0] for m in members), texts, verdicts))
@@ -162,11 +168,11 @@ def keep_informative(
     """Indices of the groups to train on, at most `limit`, in order; there is no refill (paper).
 
     `reward` keeps groups whose valid rewards differ, `accuracy` those whose correctness does (the
-    released code), `none` all groups.
+    released code), `none` all groups with a valid sample.
     """
     valid = np.array([g.valid for g in groups])
     if group_filter == "none":
-        keep = np.ones(len(groups), bool)
+        keep = valid.any(axis=1)
     elif group_filter == "accuracy":
         keep = is_informative(np.array([g.correct for g in groups], np.float64), valid)
     else:

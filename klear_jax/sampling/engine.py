@@ -63,7 +63,11 @@ class EngineConfig:
     @property
     def slot_pages(self) -> int:
         """Pages of one full slot."""
-        return -(-self.length // self.page)
+        return self.pages_for(self.length)
+
+    def pages_for(self, length: int) -> int:
+        """Pages of a sequence; its last token is never fed, so it needs no place in the cache."""
+        return max(-(-(length - 1) // self.page), 1)
 
     @property
     def pool_pages(self) -> int:

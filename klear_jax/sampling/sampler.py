@@ -234,7 +234,7 @@ class _PageTable:
 
     def reserve(self, request: Request) -> bool:
         """Take a slot (then `newest`) and pages for the request; False where there are none."""
-        need = -(-(len(request.prompt) + request.max_tokens) // self.engine.page)
+        need = self.engine.pages_for(len(request.prompt) + request.max_tokens)
         if not self._free_slots or len(self._free_pages) < need:
             return False
         self.newest = heapq.heappop(self._free_slots)

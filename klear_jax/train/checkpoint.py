@@ -23,8 +23,9 @@ from klear_jax.train.state import TrainState
 FOLDER = "checkpoints"
 """Name of the checkpoint folder inside a run."""
 
-COMPUTE_FIELDS = ("dtype", "remat")
-"""Fields of `ModelConfig` that change how a model is computed and not what it is."""
+COMPUTE_FIELDS = ("dtype", "remat", "max_positions")
+"""Fields of `ModelConfig` that change how a model is used and not what its weights are. (Qwen3 base
+models name fewer positions than the released ones.)"""
 
 
 class CheckpointError(ValueError):
@@ -135,8 +136,7 @@ def restore_or_init(
     """The last checkpoint's state and its step, or a state made by `make` and 0.
 
     Raises:
-        CheckpointError: the checkpoint's record differs from `record` (compute type and remat
-        apart).
+        CheckpointError: the checkpoint's record differs from `record` (`COMPUTE_FIELDS` apart).
     """
     step = saves.latest()
     if step is None:

@@ -385,6 +385,17 @@ def test_an_abandoned_iterator_leaves_nothing_behind(params, baseline):
         list(left)
 
 
+def test_slots_left_going_are_stopped(params, baseline):
+    """They would go on drawing, into pages that the next call gives to others."""
+    sampler = Sampler(params, CFG, WIDE, seed=SEED)
+    next(sampler.sample([Request(str(i), (1, 2, 3), i, 64) for i in range(16)]))
+    request = REQUESTS[7]
+    assert len(request.prompt) == 63
+    (completion,) = sampler.sample([request])
+    assert_equal({request.id: completion}, {request.id: baseline[request.id]})
+    assert sampler.counts.live_steps == len(completion.tokens)
+
+
 def test_two_calls_in_turn(params, baseline):
     sampler = Sampler(params, CFG, MAIN, seed=SEED)
     assert list(sampler.sample([])) == []

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The presets of the paper and of its released code against tables typed from klear_spec.md."""
+
+import dataclasses
+
+import pytest
+from configs import EVAL_PRESETS, GPPO_PRESETS, SFT_PRESETS, EvalRun, GppoRun, SftRun
+
+from klear_jax.model.config import QWEN3
+from klear_jax.train.optim import make_schedule
+
+MACHINE = (
+    "mesh", "cpu_devices", "dtype", "microbatch_rows", "slots", "seed", "out", "resume", "init",
+    "tasks", "problems", "heldout", "eval_problems", "sft",
+)  # fmt: skip
+"""Fields that say where and on what a run is done."""
+
+PAPER_MATH = {
+    "model": "8b",
+    "tokenizer": "qwen3",
+    "row_tokens": 36_864,
+    "steps": 240,
+    "problems_per_step": 128,
+    "oversample": 1,
+    "samples": 8,
+    "updates": 8,
+    "max_prompt_tokens": 4096,
+    "max_tokens": 32_768,
+    "temperature": 1.0,
+    "group_filter": "reward",
+    "training_reward": "paper",
+    "clip": {"low": 0.2, "high": 0.28, "dual": None, "variant": "gppo"},
+    "objective": {
+        "advantage": "group_normalised",
+        "aggregation": "token_mean",
+        "positive_nll": 0.1,
+        "positive_threshold": 1.0,
+    },
+    "optim": {
+        "learning_rate": 1e-6,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "final_learning_rate": 0.0,
+        "b1": 0.9,
+        "b2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+    },
+    "eval_every": 5,
+    "eval_samples": 1,
+    "eval_temperature": 0.6,
+    "eval_top_p": 0.95,
+    "save_every": 5,
+}
+
+
+def changed(base, **changes):
+    """A copy with other values; `a__b` is field b of a."""
+    copy = {k: dict(v) if isinstance(v, dict) else v for k, v in base.items()}
+    for name, value in changes.items():
+        outer, _, inner = name.partition("__")
+        if inner:
+            assert inner in copy[outer]
+            copy[outer][inner] = value
+        else:
+            assert outer in copy
+            copy[outer] = value
+    return copy
+
+
+CODE = {"steps": 100, "updates": 4, "optim__learning_rate": 5e-7}
+RELEASED = {
+    "oversample": 2, "group_filter": "accuracy", "training_reward": "released",
+    "clip__dual": 10.0, "objective__advantage": "group_normalised_sample",
+    "optim__warmup_steps": 10,
+}  # fmt: skip
+TABLES = {
+    "klear_8b_math": PAPER_MATH,
+    "klear_8b_code": changed(PAPER_MATH, **CODE),
+    "klear_8b_math_released": changed(PAPER_MATH, **RELEASED),
+    "klear_8b_code_released": changed(PAPER_MATH, **CODE, **RELEASED),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_of_the_recipe(name):
+    fields = dataclasses.asdict(GPPO_PRESETS[name])
+    assert {k: v for k, v in fields.items() if k not in MACHINE} == TABLES[name]
+
+
+@pytest.mark.parametrize(("name", "minibatch"), [("math", 16), ("code", 32)])
+def test_prompts_of_a_minibatch(name, minibatch):
+    for twin in ("", "_released"):
+        run = GPPO_PRESETS[f"klear_8b_{name}{twin}"]
+        assert run.problems_per_step / run.updates == minibatch
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_prompt_and_its_completion_fit(name):
+    run = GPPO_PRESETS[name]
+    assert run.row_tokens == run.max_prompt_tokens + run.max_tokens
+    assert run.row_tokens <= QWEN3[run.model].max_positions
+
+
+def test_learning_rate_of_the_first_steps():
+    """The paper's is constant; the released code's rises from 0 over ten steps."""
+    paper, released = (
+        make_schedule(GPPO_PRESETS[name].optim, 240)
+        for name in ("klear_8b_math", "klear_8b_math_released")
+    )
+    assert [paper(n) for n in (0, 5, 239)] == pytest.approx([1e-6] * 3)
+    assert [released(n) for n in (0, 1, 5, 10, 239)] == pytest.approx([0, 1e-7, 5e-7, 1e-6, 1e-6])
+
+
+def test_sft():
+    """Klear's lr 8e-5 falling as a cosine to 4e-5, and 32K tokens; the rest is ours."""
+    run = SFT_PRESETS["klear_8b_sft"]
+    assert (run.model, run.tokenizer, run.row_tokens) == ("8b", "qwen3", 32_768)
+    assert run.max_example_tokens == 32_768
+    optim = run.optim
+    assert (optim.learning_rate, optim.final_learning_rate) == (8e-5, 4e-5)
+    assert optim.schedule == "cosine"
+    rate = make_schedule(optim, run.steps)
+    assert rate(optim.warmup_steps) == pytest.approx(8e-5)
+    assert rate(run.steps - 1) == pytest.approx(4e-5)
+
+
+def test_names():
+    assert GPPO_PRESETS.keys() == {"demo", *TABLES}
+    assert SFT_PRESETS.keys() == {"demo", "klear_8b_sft"}
+    assert EVAL_PRESETS.keys() == {"demo"}
+    assert GPPO_PRESETS["demo"] == GppoRun()
+    assert SFT_PRESETS["demo"] == SftRun()
+
+
+def test_evaluation_samples_as_the_paper_does():
+    assert (EvalRun().temperature, EvalRun().top_p, EvalRun().top_k) == (0.6, 0.95, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (GppoRun, {"samples": 1}, "samples 1 leaves every group without a difference"),
+        (GppoRun, {"temperature": 0.0}, "a greedy policy has no ratio"),
+        (GppoRun, {"problems_per_step": 3, "updates": 4}, "4 updates need at least as many groups"),
+        (GppoRun, {"steps": 0}, "steps 0 must be at least 1"),
+        (GppoRun, {"slots": 0}, "slots 0 must be at least 1"),
+        (GppoRun, {"save_every": -1}, "save_every -1"),
+        (GppoRun, {"eval_temperature": -0.1}, "eval_temperature -0.1"),
+        (GppoRun, {"eval_top_p": 0.0}, "top_p 0.0"),
+        (GppoRun, {"microbatch_rows": 0}, "microbatch_rows 0"),
+        (GppoRun, {"seed": -1}, "seed -1"),
+        (GppoRun, {"resume": True}, "--resume needs --out"),
+        (SftRun, {"batch": 0}, "batch 0"),
+        (SftRun, {"save_every": -2}, "save_every -2"),
+        (EvalRun, {"samples": 0}, "samples 0"),
+        (EvalRun, {"temperature": -1.0}, "temperature -1.0"),
+        (EvalRun, {"top_p": 1.5}, "top_p 1.5"),
+        (EvalRun, {"top_k": 0}, "top_k 0"),
+        (EvalRun, {"eval_problems": 0}, "eval_problems 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(kind, fields, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is compared
+        kind(**fields)
+    assert message in str(caught.value)
+
+
+def test_a_single_sample_needs_no_filter():
+    assert GppoRun(samples=1, group_filter="none").samples == 1
+
+
+def test_the_sft_start_is_that_of_the_run():
+    run = GppoRun(tokenizer="qwen3", tasks=("reverse",), mesh="fsdp:2", cpu_devices=2, seed=5)
+    start = run.sft_start()
+    for name in ("model", "tokenizer", "tasks", "mesh", "cpu_devices", "dtype", "seed"):
+        assert getattr(start, name) == getattr(run, name)
+    assert dataclasses.replace(start, **dataclasses.asdict(SftRun()) | {"optim": SftRun().optim})
