@@ -63,9 +63,9 @@ class SftRun(Common):
 
     data: Path | None = None
     """JSONL of conversations (`messages` ending with the assistant) in place of the tasks."""
-    steps: int = 300
+    steps: int = 450
     """Optimizer updates."""
-    batch: int = 64
+    batch: int = 32
     """Examples an update."""
     max_example_tokens: int = 32_768
     """Longer examples of --data are dropped and counted."""
@@ -119,7 +119,9 @@ class GppoRun(Common):
     """How a verdict becomes a reward: as it is, as the paper says, or as the released code does."""
     clip: Clip = Clip(low=0.2, high=0.2)
     objective: Objective = Objective()
-    optim: OptimConfig = OptimConfig(learning_rate=1e-4, warmup_steps=2, b2=0.99)
+    optim: OptimConfig = OptimConfig(
+        learning_rate=1e-4, warmup_steps=2, schedule="cosine", final_learning_rate=1e-5, b2=0.99
+    )
     eval_every: int = 10
     """Steps between evaluations on held-out problems; 0 for the first and last only."""
     eval_problems: int = 256

@@ -20,6 +20,7 @@ from session import (
     Interrupt,
     UsageError,
     check_init,
+    check_model,
     check_positions,
     command_line,
     encode_problems,
@@ -104,8 +105,7 @@ def show(figures: dict[str, dict[str, float]], samples: int) -> None:
 def run_eval(argv: Sequence[str]) -> int:
     """The command line."""
     run = command_line(EVAL_PRESETS, argv)
-    if run.model != "tiny" and run.init is None:
-        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+    check_model(run)
     tokenizer = tokenizer_of(run)
     mesh = start_backend(run)
     cfg = model_config(run, tokenizer)

@@ -23,6 +23,7 @@ from session import (
     UsageError,
     check_batch,
     check_init,
+    check_model,
     check_positions,
     command_line,
     encode_problems,
@@ -296,8 +297,7 @@ def execute(run: GppoRun) -> Outcome:
     Raises:
         UsageError: the config cannot work; nothing was written.
     """
-    if run.model != "tiny" and run.init is None:
-        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+    check_model(run)
     if run.model != "tiny" and run.problems is None:
         raise UsageError(f"model {run.model} needs training problems: give --problems=FILE")
     tokenizer = tokenizer_of(run)

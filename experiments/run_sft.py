@@ -21,6 +21,7 @@ from session import (
     UsageError,
     check_batch,
     check_init,
+    check_model,
     check_positions,
     command_line,
     config_hash,
@@ -185,8 +186,7 @@ def cached_start(start: SftRun, tokenizer: Tokenizer, mesh: Mesh, interrupt: Int
 def run_sft(argv: Sequence[str]) -> int:
     """The command line."""
     run = command_line(SFT_PRESETS, argv)
-    if run.model != "tiny" and run.init is None:
-        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+    check_model(run)
     tokenizer = tokenizer_of(run)
     mesh = start_backend(run)
     prepared = prepare(run, tokenizer, mesh)

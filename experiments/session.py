@@ -283,10 +283,16 @@ def start_backend(run: Common) -> Mesh:
         return mesh_lib.make_mesh(spec)
 
 
-def model_config(run: Common, tokenizer: Tokenizer) -> ModelConfig:
-    """The model that the config names, with rows for the tokenizer and the asked compute type."""
+def check_model(run: Common) -> None:
+    """Check that there is such a model, and weights to start from unless it is the tiny one."""
     if run.model not in QWEN3:
         raise UsageError(f"no model {run.model!r}; the models are {', '.join(QWEN3)}")
+    if run.model != "tiny" and run.init is None:
+        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
+
+
+def model_config(run: Common, tokenizer: Tokenizer) -> ModelConfig:
+    """The model that the config names, with rows for the tokenizer and the asked compute type."""
     cfg = with_vocab(QWEN3[run.model], tokenizer.vocab_size)
     return cfg if run.dtype == "model" else dataclasses.replace(cfg, dtype=run.dtype)
 
