@@ -105,8 +105,8 @@ def right_share(name: str, *, flawed: bool) -> float:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    # sum: .55(4/9 + 5/9 q) + .45 q (28/81 + 53/81 q) with q = .1 remembered carries.
-    [("sum", 0.2935), ("sort", 0.1), ("reverse", 0.15)],
+    # sum: .55(4/9 + 5/9 q) + .45 q (28/81 + 53/81 q) with q = .2 remembered carries.
+    [("sum", 0.3484), ("sort", 0.15), ("reverse", 0.15)],
 )
 def test_demonstrations_are_right_as_often_as_stated(name: str, share: float) -> None:
     assert right_share(name, flawed=True) == pytest.approx(share, abs=0.02)
