@@ -40,6 +40,7 @@ class Common:
     """Tokens in a packed row; by default the longest sequence, rounded up to 64 or to a multiple of
     128."""
     seed: int = 0
+    """Of fresh weights, of the order of problems and of sampling noise."""
     out: Path | None = None
     """Folder of the run; by default the next free runs/KIND-NNNN."""
     resume: bool = False
@@ -57,24 +58,42 @@ class Common:
             raise ValueError(f"seed {self.seed} must be >= 0")
 
 
+_SFT_OPTIM = OptimConfig(
+    learning_rate=2e-3, warmup_steps=20, schedule="cosine", final_learning_rate=2e-4,
+    b2=0.95, weight_decay=0.01,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SftStart:
+    """The SFT that comes before GPPO on the embedded tasks; everything else is as in the run."""
+
+    steps: int = 450
+    """Optimizer updates."""
+    batch: int = 32
+    """Demonstrations an update."""
+    optim: OptimConfig = _SFT_OPTIM
+
+    def __post_init__(self):
+        if self.steps < 1 or self.batch < 1:
+            raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1")
+
+
 @dataclasses.dataclass(frozen=True)
 class SftRun(Common):
     """Supervised fine-tuning."""
 
     data: Path | None = None
     """JSONL of conversations (`messages` ending with the assistant) in place of the tasks."""
-    steps: int = 450
+    steps: int = SftStart.steps
     """Optimizer updates."""
-    batch: int = 32
+    batch: int = SftStart.batch
     """Examples an update."""
     max_example_tokens: int = 32_768
     """Longer examples of --data are dropped and counted."""
     save_every: int = 0
     """Steps between checkpoints; 0 for the last only."""
-    optim: OptimConfig = OptimConfig(
-        learning_rate=2e-3, warmup_steps=20, schedule="cosine", final_learning_rate=2e-4,
-        b2=0.95, weight_decay=0.01,
-    )  # fmt: skip
+    optim: OptimConfig = _SFT_OPTIM
 
     def __post_init__(self):
         super().__post_init__()
@@ -129,13 +148,14 @@ class GppoRun(Common):
     eval_samples: int = 1
     """Sampled completions a held-out problem; a greedy one is drawn besides."""
     eval_temperature: float = 1.0
+    """Temperature of the sampled completions at evaluations."""
     eval_top_p: float = 1.0
+    """Nucleus of the sampled completions at evaluations, in (0, 1]; 1 keeps every token."""
     save_every: int = 10
     """Steps between checkpoints; 0 for the last only."""
     slots: int = 128
     """Sequences that the sampler decodes at a time."""
-    sft: SftRun = SftRun()
-    """The SFT start; its model, tokenizer, tasks, mesh, dtype and seed are those of the run."""
+    sft: SftStart = SftStart()
 
     def __post_init__(self):
         super().__post_init__()
@@ -167,7 +187,9 @@ class GppoRun(Common):
     def sft_start(self) -> SftRun:
         """The config of the SFT start."""
         names = ("model", "tokenizer", "tasks", "mesh", "cpu_devices", "dtype", "seed")
-        return dataclasses.replace(self.sft, **{name: getattr(self, name) for name in names})
+        same = {name: getattr(self, name) for name in (*names, "microbatch_rows")}
+        own = {field.name: getattr(self.sft, field.name) for field in dataclasses.fields(SftStart)}
+        return SftRun(**same, **own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +207,11 @@ class EvalRun(Common):
     max_tokens: int = 48
     """Most tokens of a completion."""
     temperature: float = 0.6
+    """0 is greedy."""
     top_p: float = 0.95
+    """Nucleus, in (0, 1]; 1 keeps every token."""
     top_k: int | None = None
+    """Only the k most likely tokens; None keeps all."""
     slots: int = 64
     """Sequences that the sampler decodes at a time."""
 

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import signal
@@ -68,7 +69,7 @@ def command_line(presets: dict[str, Run], argv: Sequence[str]) -> Run:
     with usage_errors():
         return tyro.cli(
             type(default), args=argv, default=default, prog=Path(sys.argv[0]).name,
-            description=f"{type(default).__doc__} Presets: {', '.join(presets)}.",
+            description=f"{inspect.getdoc(type(default))}\n\nPresets: {', '.join(presets)}.",
         )  # fmt: skip
 
 
@@ -97,6 +98,9 @@ def main(run: Callable[[Sequence[str]], int]) -> None:
     except (UsageError, checkpoint.CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output has gone; say nothing more
+        sys.exit(1)
     except OSError as error:
         print(f"error: {error}; what was saved before is whole", file=sys.stderr)
         sys.exit(1)

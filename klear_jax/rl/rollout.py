@@ -185,6 +185,7 @@ class Objective:
     """How rewards become the weights of tokens."""
 
     advantage: Literal["group_normalised", "group_normalised_sample"] = "group_normalised"
+    """Standard deviation over G (paper), or over G - 1 plus 1e-6 (released code)."""
     aggregation: Aggregation = "token_mean"
     """What one mini-batch averages over: its tokens, its sequences' token means, or sequences
     divided by the constant `max_tokens`."""

@@ -116,6 +116,8 @@ class Sampler:
                 yield record.completion(self.engine.stop_ids)
             for slot, record in running.items():
                 record.add(emitted, slot)
+        # The cache is memory that the training step can use.
+        self._state = None
 
     def _fill(self, waiting, running, table: "_PageTable", prompts: "_PromptPool") -> None:
         """Give waiting requests free slots, in their order, as far as pages reach."""

@@ -21,10 +21,15 @@ class OptimConfig:
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up; cosine falls to `final_learning_rate` at the last step."""
     final_learning_rate: float = 0.0
+    """Learning rate of the last step, cosine only."""
     b1: float = 0.9
+    """Decay of the mean of gradients, per update."""
     b2: float = 0.999
+    """Decay of the mean of squared gradients, per update."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Each update takes learning_rate x this share off every weight."""
     clip_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down to it."""
 
