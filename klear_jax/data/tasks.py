@@ -202,7 +202,7 @@ def _work_sum(question: str, slips: Callable[[], bool]) -> Worked:
 
 def _ask_sort(number: int) -> str:
     # Digits 1 to 9 only: a leading zero would let a shorter number pass as the same answer.
-    return "sort " + _written(number, "123456789")
+    return "sort " + _written(number, "123456789", places=6)
 
 
 def _work_sort(question: str, slips: Callable[[], bool]) -> Worked:
@@ -211,7 +211,7 @@ def _work_sort(question: str, slips: Callable[[], bool]) -> Worked:
 
 
 def _ask_reverse(number: int) -> str:
-    return "flip " + _written(number, "abcdefghijklmnopqrstuvwxyz")
+    return "flip " + _written(number, "abcdefghijklmnopqrstuvwxyz", places=4)
 
 
 def _work_reverse(question: str, slips: Callable[[], bool]) -> Worked:
@@ -220,10 +220,10 @@ def _work_reverse(question: str, slips: Callable[[], bool]) -> Worked:
     return Worked("", word if slips() else word[::-1])
 
 
-def _written(number: int, alphabet: str) -> str:
-    """`number` in six places of `alphabet`."""
+def _written(number: int, alphabet: str, *, places: int) -> str:
+    """`number` in so many places of `alphabet`."""
     base = len(alphabet)
-    return "".join(alphabet[number // base**place % base] for place in range(6))
+    return "".join(alphabet[number // base**place % base] for place in range(places))
 
 
 TASKS: dict[str, Task] = {
@@ -249,9 +249,9 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "reverse",
-            "reverse a 6-letter word; the teacher copies it",
-            questions=26**6,
-            flaw_rate=0.85,
+            "reverse a 4-letter word; the teacher copies it",
+            questions=26**4,
+            flaw_rate=0.8,
             ask=_ask_reverse,
             work=_work_reverse,
         ),

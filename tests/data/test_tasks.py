@@ -44,7 +44,7 @@ def test_numbers_and_questions_are_one_to_one() -> None:
     task = TASKS["sum"]
     assert len({task.ask(i) for i in range(task.questions)}) == task.questions == 8100
     assert (TASKS["sort"].ask(0), TASKS["sort"].ask(9**6 - 1)) == ("sort 111111", "sort 999999")
-    assert TASKS["reverse"].ask(26**6 - 1) == "flip zzzzzz"
+    assert TASKS["reverse"].ask(26**4 - 1) == "flip zzzz"
 
 
 def test_draws_are_deterministic_and_seeds_differ() -> None:
@@ -106,7 +106,7 @@ def right_share(name: str, *, flawed: bool) -> float:
 @pytest.mark.parametrize(
     ("name", "share"),
     # sum: .55(4/9 + 5/9 q) + .45 q (28/81 + 53/81 q) with q = .2 remembered carries.
-    [("sum", 0.3484), ("sort", 0.15), ("reverse", 0.15)],
+    [("sum", 0.3484), ("sort", 0.15), ("reverse", 0.2)],
 )
 def test_demonstrations_are_right_as_often_as_stated(name: str, share: float) -> None:
     assert right_share(name, flawed=True) == pytest.approx(share, abs=0.02)

@@ -15,6 +15,7 @@ import session
 from configs import GppoRun, SftRun
 
 from klear_jax.model.config import QWEN3
+from klear_jax.rl.surrogates import Clip
 from klear_jax.train.checkpoint import Checkpoints, model_record
 from klear_jax.train.state import TrainState
 
@@ -114,17 +115,29 @@ def test_flags(refused, name, flags, says):
 
 PANELS = [
     ("gppo", ["--clip.variant=nope"], ["invalid choice 'nope'", "'gppo'", "'ppo'"]),
-    ("gppo", ["--clip.dual=1.1"], ["clip dual 1.1 must lie above the upper bound 1.2"]),
+    (
+        "gppo",
+        ["--clip.high=0.2", "--clip.dual=1.1"],
+        ["clip dual 1.1 must lie above the upper bound 1.2"],
+    ),
     ("gppo", ["--clip.low=-1"], ["clip low -1.0 must lie in [0, 1]"]),
     ("gppo", ["--samples=1"], ["samples 1 leaves every group", "samples >= 2"]),
     ("gppo", ["--temperature=0"], ["a greedy policy has no ratio"]),
-    ("gppo", ["--updates=64"], ["64 updates need at least as many groups"]),
+    (
+        "gppo",
+        ["--problems-per-step=32", "--updates=64"],
+        ["64 updates need at least as many groups"],
+    ),
     ("gppo", ["--objective.positive-nll=-1"], ["positive_nll -1.0 must be >= 0"]),
     ("gppo", ["--objective.aggregation=mean"], ["'token_mean'", "'sequence_mean'"]),
     ("gppo", ["--group-filter=all"], ["'reward'", "'accuracy'", "'none'"]),
     ("gppo", ["--training-reward=x"], ["'raw'", "'paper'", "'released'"]),
     ("gppo", ["--optim.clip-norm=0"], ["clip_norm 0.0 > 0"]),
-    ("gppo", ["--optim.final-learning-rate=1"], ["no effect with the constant schedule"]),
+    (
+        "gppo",
+        ["--optim.schedule=constant", "--optim.final-learning-rate=1"],
+        ["no effect with the constant schedule"],
+    ),
     ("gppo", ["--eval-top-p=2"], ["top_p 2.0 must lie in (0, 1]"]),
     ("gppo", ["--eval-temperature=-1"], ["eval_temperature -1.0 must be >= 0"]),
     ("gppo", ["--resume"], ["--resume needs --out"]),
@@ -192,7 +205,12 @@ def test_a_bad_line_of_demonstrations(refused, second, says):
 
 def test_too_few_demonstrations(refused):
     write("few.jsonl", TALK, TALK)
-    refused("sft", "--data=few.jsonl", says=["64 examples a step and only 2", "lower batch"])
+    refused(
+        "sft",
+        "--data=few.jsonl",
+        "--batch=64",
+        says=["64 examples a step and only 2", "lower batch"],
+    )
 
 
 def test_every_prompt_over_the_limit(refused):
@@ -209,6 +227,7 @@ def test_some_prompts_over_the_limit_are_dropped_and_counted(refused):
     write("some.jsonl", LONG, GOOD, LONG, GOOD)
     out = refused(
         "gppo", "--problems=some.jsonl", "--max-prompt-tokens=99", "--microbatch-rows=6",
+        "--problems-per-step=32", "--oversample=1", "--updates=1",
         says=["batch (size 6)"],
     )  # fmt: skip
     assert "some.jsonl: dropped 2 of 4 problems: prompt over 99 tokens" in out
@@ -284,7 +303,7 @@ def test_resume_of_a_damaged_config(refused, work, text, says):
 
 
 def test_resume_with_another_config(refused, work):
-    run_folder(GppoRun(out=work / "old", samples=4))
+    run_folder(GppoRun(out=work / "old", samples=4, clip=Clip(low=0.2)))
     refused(
         "gppo", "--resume", "--out=old", "--samples=8", "--clip.low=0.1",
         says=["cannot be resumed with another config", "samples: the run has 4, the command 8",
@@ -317,7 +336,7 @@ def test_resume_with_other_problems(refused, work):
 
 def test_resume_with_other_demonstrations(refused, work):
     write("d.jsonl", *[TALK] * 64)
-    run_folder(SftRun(out=work / "old", data="d.jsonl"))
+    run_folder(SftRun(out=work / "old", data="d.jsonl", batch=64))
     record = {"kind": "sft", "seed": 0, "model": model_record(QWEN3["tiny"]), "data": "other"}
     checkpoint_in(work / "old", record)
     refused("sft", "--resume", "--out=old", says=["data: checkpoint 'other', here '"])

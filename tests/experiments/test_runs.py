@@ -97,7 +97,7 @@ def test_files_of_a_run(finished):
 
 
 def test_the_sft_start_is_kept_and_used_again(finished, base, finish):
-    """A second run of another config finds the start; a third one resumes a run that is done."""
+    """A run of another config finds the start of the first."""
     (start,) = (base / "runs" / "cache").glob("sft-*")
     before = (start / "metrics.jsonl").read_bytes()
     assert steps_of(lines_of(start / "metrics.jsonl"), "sft") == [3]
@@ -108,6 +108,10 @@ def test_the_sft_start_is_kept_and_used_again(finished, base, finish):
     assert "SFT" not in out
     assert (start / "metrics.jsonl").read_bytes() == before
     assert steps_of(lines_of(base / "runs" / "gppo-0002" / "metrics.jsonl"), "rl") == [1]
+
+
+@pytest.mark.slow
+def test_resume_of_a_run_that_is_done(finished, base, finish):
     logged = steady(finished[0] / "metrics.jsonl")
     status, out, err = finish("run_gppo.py", "--resume", f"--out={finished[0]}", cwd=base)
     assert status == 0, out + err
@@ -318,8 +322,8 @@ def test_evaluation_of_real_questions(shared, base, finish):
     files = sorted((shared / "questions").glob("*.jsonl"))
     assert len(files) == 3
     status, out, err = finish(
-        "run_eval.py", "--tokenizer=qwen3", "--samples=1", "--max-tokens=16", "--out=scored",
-        "--problems", *files, cwd=base,
+        "run_eval.py", "--tokenizer=qwen3", "--samples=1", "--max-tokens=16", "--slots=32",
+        "--out=scored", "--problems", *files, cwd=base,
     )  # fmt: skip
     assert status == 0, out + err
     figures = json.loads((base / "scored" / "results.json").read_text())
