@@ -19,6 +19,7 @@ def linear_logprob(
     targets: Int[Array, "b t"],
     *,
     live_vocab: int,
+    needed: Bool[Array, "b t"] | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
@@ -30,6 +31,8 @@ def linear_logprob(
     be differentiated.
 
     Args:
+        needed: where False both results are 0. Prompts and padding are sorted behind the needed
+            tokens, and chunks that hold nothing else are skipped.
         temperature: the *sampling* temperature; logits are divided by it before the softmax.
         chunk: tokens a device handles at a time; by default as many as keep `CHUNK_LOGITS`.
     """
@@ -40,20 +43,24 @@ def linear_logprob(
     tokens = ("batch", "seq")
     run = mesh_lib.sharded(
         local,
-        inputs=((*tokens, None), (None, "vocab"), tokens),
+        inputs=((*tokens, None), (None, "vocab"), tokens, tokens),
         outputs=(tokens, tokens),
     )
-    return run(hidden, head.astype(hidden.dtype), targets)
+    needed = jnp.ones_like(targets, bool) if needed is None else needed
+    return run(hidden, head.astype(hidden.dtype), targets, needed)
 
 
-def _local_logprob(hidden, head, targets, *, live_vocab, temperature, chunk, axis):
+def _local_logprob(hidden, head, targets, needed, *, live_vocab, temperature, chunk, axis):
     """`linear_logprob` of one device's tokens and vocabulary rows."""
     b, t, d = hidden.shape
     n, v = b * t, head.shape[1]
     chunk = min(chunk or max(CHUNK_LOGITS // v, 1), n)
     padding = -n % chunk
-    flat_hidden = jnp.pad(hidden.reshape(n, d), ((0, padding), (0, 0)))
-    flat_targets = jnp.pad(targets.reshape(n), (0, padding))
+    needed = needed.reshape(n)
+    order = jnp.argsort(~needed, stable=True)
+    flat_hidden = jnp.pad(hidden.reshape(n, d)[order], ((0, padding), (0, 0)))
+    flat_targets = jnp.pad(targets.reshape(n)[order], (0, padding))
+    flat_needed = jnp.pad(needed[order], (0, padding))
     first_id = 0 if axis is None else jax.lax.axis_index(axis) * v
     ids = first_id + jnp.arange(v)
     live = ids < live_vocab
@@ -61,9 +68,7 @@ def _local_logprob(hidden, head, targets, *, live_vocab, temperature, chunk, axi
     def total(x):
         return x if axis is None else jax.lax.psum(x, axis)
 
-    @jax.checkpoint
-    def one_chunk(args):
-        hidden, targets = args
+    def logprob_and_entropy(hidden, targets):
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32) / temperature
         logits = jnp.where(live, logits, -jnp.inf)
         top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
@@ -78,9 +83,26 @@ def _local_logprob(hidden, head, targets, *, live_vocab, temperature, chunk, axi
         log_mass = jnp.log(mass)
         return chosen - log_mass, log_mass - mean_shifted
 
+    def nothing(hidden, targets):
+        zero = (
+            0.0 * targets
+        )  # has the mesh axes of the other branch's results, as a constant has not
+        return zero, zero
+
+    @jax.checkpoint
+    def one_chunk(args):
+        hidden, targets, needed = args
+        # What stands beside a needed token must not reach it, or the gradient, even as a NaN.
+        hidden = jnp.where(needed[:, None], hidden, 0.0)
+        results = jax.lax.cond(needed.any(), logprob_and_entropy, nothing, hidden, targets)
+        return tuple(jnp.where(needed, x, 0.0) for x in results)
+
+    def back(x):
+        return jnp.zeros_like(x, shape=n).at[order].set(x.reshape(-1)[:n]).reshape(b, t)
+
     pieces = (flat_hidden.reshape(-1, chunk, d), flat_targets.reshape(-1, chunk))
-    logprobs, entropy = jax.lax.map(one_chunk, pieces)
-    return logprobs.reshape(-1)[:n].reshape(b, t), entropy.reshape(-1)[:n].reshape(b, t)
+    logprobs, entropy = jax.lax.map(one_chunk, (*pieces, flat_needed.reshape(-1, chunk)))
+    return back(logprobs), back(entropy)
 
 
 def masked_sum(

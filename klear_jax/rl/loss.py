@@ -25,7 +25,7 @@ def make_policy_loss(cfg: ModelConfig, *, clip: Clip, temperature: float = 1.0) 
         hidden = qwen3.forward(params, batch.tokens, batch.positions, batch.segments, cfg=cfg)
         logprobs, entropy = linear_logprob(
             hidden, qwen3.unembed(params), batch.targets,
-            live_vocab=cfg.live_vocab, temperature=temperature,
+            live_vocab=cfg.live_vocab, needed=batch.mask, temperature=temperature,
         )  # fmt: skip
         return policy_loss(logprobs, entropy, batch, clip=clip)
 

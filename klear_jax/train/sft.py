@@ -21,7 +21,11 @@ def make_sft_loss(cfg: ModelConfig) -> LossFn:
     def loss_fn(params, batch: SftBatch):
         hidden = qwen3.forward(params, batch.tokens, batch.positions, batch.segments, cfg=cfg)
         logprobs, entropy = linear_logprob(
-            hidden, qwen3.unembed(params), batch.targets, live_vocab=cfg.live_vocab
+            hidden,
+            qwen3.unembed(params),
+            batch.targets,
+            live_vocab=cfg.live_vocab,
+            needed=batch.mask,
         )
         count = batch.mask.sum()
         metrics = Metrics(

@@ -94,7 +94,7 @@ def make_scorer(cfg: ModelConfig, *, temperature: float):
         hidden = qwen3.forward(params, piece.tokens, piece.positions, piece.segments, cfg=cfg)
         return linear_logprob(
             hidden, qwen3.unembed(params), piece.targets,
-            live_vocab=cfg.live_vocab, temperature=temperature,
+            live_vocab=cfg.live_vocab, needed=piece.mask, temperature=temperature,
         )[0]  # fmt: skip
 
     def score(params, batch, microbatches):

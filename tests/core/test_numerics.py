@@ -96,6 +96,59 @@ def test_on_a_mesh(case, spec):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("spec", [None, "fsdp:2", "tensor:2"])
+def test_only_needed_tokens(case, spec):
+    """Values and gradients of the needed tokens are those of all; a NaN elsewhere does not count."""
+    hidden, head, targets = case
+    needed = jnp.asarray(np.random.default_rng(1).random((B, T)) < 0.3)
+    spoiled = jnp.where(needed[..., None], hidden, jnp.nan)
+
+    def loss(function, hidden, head, targets, needed):
+        results = function(hidden, head, targets)
+        return sum(jnp.where(needed, x, 0.0).sum() for x in results)
+
+    dense_loss = functools.partial(loss, dense)
+    exact = jax.grad(dense_loss, argnums=(0, 1))(hidden, head, targets, needed)
+    arguments = (spoiled, head, targets, needed)
+    mesh = make_mesh(MeshSpec.parse(spec or "data:1"), devices=jax.devices()[: 2 if spec else 1])
+    with jax.set_mesh(mesh):
+        hidden, targets, needed = place((spoiled, targets, needed), mesh, "batch", "seq")
+        head = place(head, mesh, None, "vocab")
+        ours = functools.partial(linear_logprob, live_vocab=LIVE, needed=needed, chunk=2)
+        got = jax.jit(ours)(hidden, head, targets)
+        grads = jax.jit(jax.grad(functools.partial(loss, ours), argnums=(0, 1)))(
+            hidden, head, targets, needed
+        )
+    for x in got:
+        assert (np.asarray(x)[~arguments[3]] == 0).all()
+    for x, y in zip(got, oracle(*case, 1.0, LIVE), strict=True):
+        np.testing.assert_allclose(np.asarray(x)[arguments[3]], y[arguments[3]], atol=5e-6)
+    for x, y in zip(grads, exact, strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+
+
+def test_chunks_of_tokens_that_are_not_needed_are_skipped(monkeypatch):
+    """Counted by the chunks that reach the matrix product."""
+    seen = []
+    width, vocab, tokens, chunk = 4, 8, 64, 8
+    needed = jnp.zeros((1, tokens), bool).at[0, 5:60:5].set(True)
+
+    def spy(x):
+        jax.debug.callback(lambda _: seen.append(1), x.sum())
+        return x
+
+    product = jnp.matmul
+    monkeypatch.setattr(jnp, "matmul", lambda a, b, **kwargs: spy(product(a, b, **kwargs)))
+    linear_logprob(
+        jnp.ones((1, tokens, width)), jnp.ones((width, vocab)), jnp.zeros((1, tokens), int),
+        live_vocab=vocab, needed=needed, chunk=chunk,
+    )  # fmt: skip
+    jax.effects_barrier()
+    assert int(needed.sum()) == 11
+    assert len(seen) == 2
+
+
 def test_dead_target(case):
     """A row that no token has: probability 0, and no harm to its neighbours."""
     hidden, head, targets = case

@@ -69,6 +69,7 @@ class Fakes:
         self.verdict = verdict or (lambda text: RIGHT if text == "0" else WRONG)
         self.stop_after, self.steps, self.skipped = stop_after, 0, skipped
         self.logged = []
+        self.noise = []
 
     def problems(self, number):
         self.events.append(("problems", number))
@@ -76,6 +77,7 @@ class Fakes:
 
     def sample(self, requests):
         self.events.append(("sample", self.params, len(requests)))
+        self.noise.append([request.sample_id for request in requests])
         for request in reversed(requests):
             member = int(request.id.partition("/")[2])
             yield Completion(request.id, np.array([member, 9], np.int32), np.zeros(2), "stop")
@@ -140,6 +142,16 @@ def test_order_of_calls():
         expected += [("save", p + 2, n + 1)] if n + 1 in (3, 4) else []
     assert fakes.events == expected
     assert state.params == 8
+
+
+def test_noise_of_a_problem_differs_between_steps_and_repeats():
+    """The same four problems at every step; groups of two."""
+    one, two = Fakes(), Fakes()
+    for fakes in (one, two):
+        fakes.problems = lambda number: Fakes.problems(Fakes(), 0)
+        fakes.run()
+    assert one.noise == two.noise
+    assert len({i for ids in one.noise for i in ids}) == 4 * 8
 
 
 def happened(fakes, name):

@@ -156,7 +156,10 @@ def test_grading_starts_while_others_still_decode():
 def test_samples_of_one_moment_are_graded_side_by_side():
     made = requests(0)
     together = threading.Barrier(rollout.GRADING_THREADS, timeout=60)
-    collect(made, completions_of(made, range(8)), lambda problem, text: (together.wait(), RIGHT)[1])
+    groups = collect(
+        made, completions_of(made, range(8)), lambda problem, text: (together.wait(), RIGHT)[1]
+    )
+    assert all(group.valid.all() for group in groups), "the barrier broke"
 
 
 def test_an_interrupt_does_not_wait_for_the_queue():
