@@ -142,7 +142,7 @@ def saved_config(folder: Path, kind: type[Run]) -> Run:
         return msgspec.convert(record["config"], kind, dec_hook=decode, strict=False)
 
 
-def open_run(run: Run, name: str, *, parameters: int) -> Path:
+def open_run(run: Common, name: str, *, parameters: int) -> Path:
     """Make the run's folder, or check that the one to resume has the same config.
 
     Raises:

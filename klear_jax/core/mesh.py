@@ -99,7 +99,7 @@ class MeshSpec:
         return self
 
 
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay devices (all of them by default) out as `spec` says."""
     devices = jax.devices() if devices is None else devices
     spec = spec.resolve(len(devices))

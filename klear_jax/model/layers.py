@@ -11,7 +11,7 @@ QUERY_BLOCK = 512
 """Queries scored at a time: longer rows are walked in blocks, so no [t, t] array is made."""
 
 
-def rms_norm(x: Float[Array, "... d"], scale: Float[Array, "d"], *, eps: float) -> Array:
+def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], *, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale.  Numerics: float32 inside, as in the released weights."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

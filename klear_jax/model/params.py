@@ -59,7 +59,7 @@ class Blocks:
 class Params:
     embed: Float[Array, "v d"] = _weight("vocab embed")
     blocks: Blocks = _group()
-    final_norm: Float[Array, "d"] = _weight("width", "ones")
+    final_norm: Float[Array, " d"] = _weight("width", "ones")
     unembed: Float[Array, "d v"] | None = _weight("embed vocab")
     """None where the output matrix is the embedding table."""
 

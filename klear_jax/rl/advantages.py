@@ -35,7 +35,7 @@ def _normalised(rewards: Rewards, valid: Valid, *, ddof: int, eps: float) -> Rew
     return np.where(informative, centred / scale, 0.0)
 
 
-def is_informative(values: Rewards, valid: Valid) -> Bool[np.ndarray, "n"]:
+def is_informative(values: Rewards, valid: Valid) -> Bool[np.ndarray, " n"]:
     """Whether the valid values of a problem differ (otherwise nothing can be learned from it)."""
     high = np.where(valid, values, -np.inf).max(axis=1)
     low = np.where(valid, values, np.inf).min(axis=1)

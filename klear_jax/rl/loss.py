@@ -85,7 +85,7 @@ def _telemetry(values, batch: RolloutBatch, clip: Clip) -> Metrics:
     )
 
 
-def histogram(log_ratio: Float[Array, "b t"], mask: Array) -> Float[Array, "bins"]:
+def histogram(log_ratio: Float[Array, "b t"], mask: Array) -> Float[Array, " bins"]:
     """Tokens in each bin of `LOG_RATIO_EDGES`; comparisons and sums only, no sort."""
     inner = jnp.asarray(LOG_RATIO_EDGES[1:-1], log_ratio.dtype)
     # Counts of tokens above each inner edge; differences of neighbours are the bins.

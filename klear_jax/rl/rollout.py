@@ -46,11 +46,11 @@ class Group:
     verdicts: tuple[Verdict, ...]
 
     @property
-    def valid(self) -> Bool[np.ndarray, "g"]:
+    def valid(self) -> Bool[np.ndarray, " g"]:
         return np.array([v.valid for v in self.verdicts])
 
     @property
-    def correct(self) -> Bool[np.ndarray, "g"]:
+    def correct(self) -> Bool[np.ndarray, " g"]:
         return np.array([v.correct for v in self.verdicts])
 
 
@@ -278,7 +278,7 @@ def _pack(groups, rewards, advantages, members, objective, layout, max_tokens) -
 
 def token_weights(
     lengths: np.ndarray, aggregation: Aggregation, max_tokens: int
-) -> Float[np.ndarray, "m"]:
+) -> Float[np.ndarray, " m"]:
     """The weight of each token of each sequence; the normaliser is that of all sequences given."""
     lengths = np.asarray(lengths, np.float64)
     if aggregation == "token_mean":

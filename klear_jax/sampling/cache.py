@@ -48,7 +48,7 @@ def write_prompts(
     cache: PagedCache,
     k: Float[Array, "l n p k e"],
     v: Float[Array, "l n p k e"],
-    rows: Int[Array, "s"],
+    rows: Int[Array, " s"],
     destinations: Int[Array, "s prompt_pages"],
 ) -> PagedCache:
     """Copy the keys and values of prompt `rows[i]` to the pages `destinations[i]`."""
@@ -73,8 +73,8 @@ def attend_and_write(
     *,
     layer: Int[Array, ""],
     table: Int[Array, "s slot_pages"],
-    positions: Int[Array, "s"],
-    live: Bool[Array, "s"],
+    positions: Int[Array, " s"],
+    live: Bool[Array, " s"],
 ) -> tuple[Float[Array, "s one h e"], PagedCache]:
     """Store each slot's new key and value at its position, then attend to all up to there.
 

@@ -29,12 +29,12 @@ class Truncation:
 
 def draw(
     logits: Float[Array, "s v"],
-    keys: Key[Array, "s"],
-    temperatures: Float[Array, "s"],
+    keys: Key[Array, " s"],
+    temperatures: Float[Array, " s"],
     *,
     live_vocab: int,
     truncation: Truncation,
-) -> tuple[Int[Array, "s"], Float[Array, "s"]]:
+) -> tuple[Int[Array, " s"], Float[Array, " s"]]:
     """A token for each slot and its log-probability in nats.
 
     Temperature 0 takes the most likely token. The log-probability is that of the whole live
@@ -73,7 +73,7 @@ def allowed(logits: Float[Array, "s v"], truncation: Truncation) -> Bool[Array, 
     return keep
 
 
-def inverse_cdf(weights: Float[Array, "s v"], keys: Key[Array, "s"]) -> Int[Array, "s"]:
+def inverse_cdf(weights: Float[Array, "s v"], keys: Key[Array, " s"]) -> Int[Array, " s"]:
     """An index in proportion to its weight; never one of weight 0.
 
     First a block of `BLOCK` neighbours by its sum, then a token inside it, each with a uniform of
@@ -87,7 +87,7 @@ def inverse_cdf(weights: Float[Array, "s v"], keys: Key[Array, "s"]) -> Int[Arra
     return block * BLOCK + _first_above(inside, uniforms[:, 1])
 
 
-def _first_above(weights: Float[Array, "s n"], uniforms: Float[Array, "s"]) -> Int[Array, "s"]:
+def _first_above(weights: Float[Array, "s n"], uniforms: Float[Array, " s"]) -> Int[Array, " s"]:
     """First index of positive weight whose running sum exceeds uniform * total."""
     running = jnp.cumsum(weights, axis=-1)
     # A parallel cumsum of more than a few hundred numbers is not monotone in float32 and moves by

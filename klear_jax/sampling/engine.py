@@ -89,15 +89,15 @@ class DecodeState:
     cache: PagedCache
     table: Int[Array, "s slot_pages"]
     """Page ids of a slot in order; the id one past the pool means none."""
-    tokens: Int[Array, "s"]
+    tokens: Int[Array, " s"]
     """The token to be fed next (drawn last, or the last of the prompt)."""
-    positions: Int[Array, "s"]
+    positions: Int[Array, " s"]
     """Its position, which is also the number of tokens in the cache."""
-    budgets: Int[Array, "s"]
+    budgets: Int[Array, " s"]
     """Tokens that may still be drawn."""
-    sample_ids: UInt32[Array, "s"]
-    temperatures: Float[Array, "s"]
-    live: Bool[Array, "s"]
+    sample_ids: UInt32[Array, " s"]
+    temperatures: Float[Array, " s"]
+    live: Bool[Array, " s"]
 
 
 @struct.dataclass
@@ -107,17 +107,17 @@ class Insertion:
     Made on the host.
     """
 
-    slots: Int[np.ndarray, "s"]
-    rows: Int[np.ndarray, "s"]
+    slots: Int[np.ndarray, " s"]
+    rows: Int[np.ndarray, " s"]
     """Row of the prefix."""
     table: Int[np.ndarray, "s slot_pages"]
-    tokens: Int[np.ndarray, "s"]
+    tokens: Int[np.ndarray, " s"]
     """Last token of the prompt."""
-    positions: Int[np.ndarray, "s"]
+    positions: Int[np.ndarray, " s"]
     """Tokens of the prompt less one."""
-    budgets: Int[np.ndarray, "s"]
-    sample_ids: UInt32[np.ndarray, "s"]
-    temperatures: Float[np.ndarray, "s"]
+    budgets: Int[np.ndarray, " s"]
+    sample_ids: UInt32[np.ndarray, " s"]
+    temperatures: Float[np.ndarray, " s"]
 
 
 @struct.dataclass
@@ -126,7 +126,7 @@ class Emitted:
 
     tokens: Int[Array, "steps s"]
     logprobs: Float[Array, "steps s"]
-    live: Bool[Array, "s"]
+    live: Bool[Array, " s"]
     """Slots that are still going."""
     steps: Int[Array, ""]
     """Steps that were run."""
@@ -149,7 +149,7 @@ def init_state(cfg: ModelConfig, engine: EngineConfig) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def prefill(
-    params: Params, tokens: Int[Array, "n p"], lengths: Int[Array, "n"], *, cfg: ModelConfig
+    params: Params, tokens: Int[Array, "n p"], lengths: Int[Array, " n"], *, cfg: ModelConfig
 ) -> Prefix:
     """Run prompts padded on the right to p tokens (a whole number of pages)."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

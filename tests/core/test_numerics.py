@@ -98,7 +98,7 @@ def test_on_a_mesh(case, spec):
 
 @pytest.mark.parametrize("spec", [None, "fsdp:2", "tensor:2"])
 def test_only_needed_tokens(case, spec):
-    """Values and gradients of the needed tokens are those of all; a NaN elsewhere does not count."""
+    """Needed tokens have the values and gradients of all; a NaN elsewhere does not count."""
     hidden, head, targets = case
     needed = jnp.asarray(np.random.default_rng(1).random((B, T)) < 0.3)
     spoiled = jnp.where(needed[..., None], hidden, jnp.nan)
