@@ -40,6 +40,7 @@ from klear_jax.core import mesh as mesh_lib
 from klear_jax.data import pipeline
 from klear_jax.data.packing import TokenSequence
 from klear_jax.data.problems import load_conversations
+from klear_jax.data.sources import file_stream
 from klear_jax.data.tokenizer import Tokenizer
 from klear_jax.model import params as params_lib
 from klear_jax.model.config import ModelConfig
@@ -108,7 +109,7 @@ def _examples(run: SftRun, tokenizer: Tokenizer) -> tuple[pipeline.ExampleStream
         )
     longest = max(e.cells for e in kept)
     data = hashlib.sha256(run.data.read_bytes()).hexdigest()
-    return pipeline.file_examples(kept, run.batch, seed=run.seed), longest, data
+    return file_stream(kept, run.batch, seed=run.seed, setting="batch"), longest, data
 
 
 def train(

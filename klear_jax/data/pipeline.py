@@ -38,27 +38,6 @@ def task_examples(
     return stream
 
 
-def file_examples(examples: Sequence[TokenSequence], count: int, *, seed: int) -> ExampleStream:
-    """Shuffled passes over encoded conversations; a remainder that fills no batch is left out.
-
-    Raises:
-        ValueError: fewer examples than `count`.
-    """
-    if len(examples) < count:
-        raise ValueError(
-            f"{count} examples a step and only {len(examples)} to choose from; lower batch to at "
-            f"most {len(examples)}"
-        )
-    steps_a_pass = len(examples) // count
-
-    def stream(step: int) -> list[TokenSequence]:
-        number, place = divmod(step, steps_a_pass)
-        order = np.random.default_rng([seed, number]).permutation(len(examples))
-        return [examples[i] for i in order[place * count : (place + 1) * count]]
-
-    return stream
-
-
 def sft_batch(
     sequences: Sequence[TokenSequence], *, row_tokens: int, rows: int, microbatches: int
 ) -> tuple[SftBatch, int]:

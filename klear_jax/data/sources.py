@@ -6,11 +6,14 @@ step and gets what the uninterrupted run would have got.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from klear_jax.data.problems import Problem
 from klear_jax.data.tasks import draw_problems
+
+T = TypeVar("T")
 
 ProblemStream = Callable[[int], list[Problem]]
 """Step number -> the problems of that step, all different."""
@@ -26,26 +29,31 @@ def task_stream(names: Sequence[str], count: int, *, seed: int) -> ProblemStream
     return stream
 
 
-def file_stream(problems: Sequence[Problem], count: int, *, seed: int) -> ProblemStream:
-    """Shuffled passes over a list of problems, `count` a step.
+def file_stream(
+    items: Sequence[T], count: int, *, seed: int, setting: str = "problems_per_step"
+) -> Callable[[int], list[T]]:
+    """Shuffled passes over a list of problems (or examples), `count` a step.
 
     A pass leaves out the remainder that does not fill a step (another one each pass), so a step
-    never meets a problem twice.
+    never meets an item twice.
+
+    Args:
+        setting: the field that `count` came from, for the error.
 
     Raises:
-        ValueError: fewer problems than `count`.
+        ValueError: fewer items than `count`.
     """
-    if len(problems) < count:
+    if len(items) < count:
         raise ValueError(
-            f"{count} problems a step and only {len(problems)} to choose from; lower "
-            f"problems_per_step to at most {len(problems)}"
+            f"{setting} asks for {count} a step and there are only {len(items)} to choose from; "
+            f"lower it to at most {len(items)}"
         )
-    steps_a_pass = len(problems) // count
+    steps_a_pass = len(items) // count
 
-    def stream(step: int) -> list[Problem]:
+    def stream(step: int) -> list[T]:
         number, place = divmod(step, steps_a_pass)
-        order = np.random.default_rng(_mixed(seed, number)).permutation(len(problems))
-        return [problems[i] for i in order[place * count : (place + 1) * count]]
+        order = np.random.default_rng(_mixed(seed, number)).permutation(len(items))
+        return [items[i] for i in order[place * count : (place + 1) * count]]
 
     return stream
 

@@ -71,23 +71,3 @@ def test_task_examples_never_show_a_held_out_question():
         text = TOKENIZER.decode(example.tokens.tolist(), skip_special=False)
         question = text.partition("user\n")[2].partition("<|im_end|>")[0]
         assert split_of(question) == "train"
-
-
-def test_file_examples_are_passes_that_remember_nothing():
-    examples = [sequence(i, 3) for i in range(7)]
-    stream, again = (pipeline.file_examples(examples, 3, seed=4) for _ in range(2))
-
-    def firsts(found):
-        return [int(e.tokens[0]) for e in found]
-
-    steps = [firsts(stream(n)) for n in range(10)]
-    assert steps == [firsts(again(n)) for n in reversed(range(10))][::-1]
-    for n in range(0, 10, 2):
-        assert len({*steps[n], *steps[n + 1]}) == 6
-    assert len({tuple(s) for s in steps}) == 10
-    assert steps[0] != firsts(pipeline.file_examples(examples, 3, seed=5)(0))
-
-
-def test_too_few_examples():
-    with pytest.raises(ValueError, match="3 examples a step and only 2"):
-        pipeline.file_examples([sequence(i, 3) for i in range(2)], 3, seed=0)

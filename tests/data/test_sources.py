@@ -47,8 +47,10 @@ def test_all_problems_in_one_step():
 
 
 def test_too_few_problems():
-    with pytest.raises(ValueError, match="12 problems a step and only 11 to choose from"):
+    with pytest.raises(ValueError, match=r"problems_per_step asks for 12 a step and .* only 11"):
         file_stream(PROBLEMS, 12, seed=0)
+    with pytest.raises(ValueError, match="batch asks for 3 a step and there are only 2"):
+        file_stream([1, 2], 3, seed=0, setting="batch")
 
 
 @pytest.mark.parametrize("make", ["file", "task"])

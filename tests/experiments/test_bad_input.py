@@ -209,7 +209,7 @@ def test_too_few_demonstrations(refused):
         "sft",
         "--data=few.jsonl",
         "--batch=64",
-        says=["64 examples a step and only 2", "lower batch"],
+        says=["batch asks for 64 a step", "only 2 to choose from", "lower it"],
     )
 
 
