@@ -174,7 +174,7 @@ class GppoRun(Common):
                 "samples 1 leaves every group without a difference, so the filter drops all; use "
                 "samples >= 2"
             )
-        if self.temperature <= 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(
                 f"temperature {self.temperature} must be > 0: a greedy policy has no ratio"
             )

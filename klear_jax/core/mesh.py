@@ -216,6 +216,17 @@ def mesh_axis(logical: str, rules: Rules = TRAIN) -> Any | None:
     return None if context_mesh() is None else getattr(rules, logical)
 
 
+def differs_over(x: jax.Array, *logical: str, rules: Rules = TRAIN) -> jax.Array:
+    """Inside `sharded`: treat `x`, the same on all devices of these axes, as each one's own.
+
+    Its gradient is then summed over the axes here, and not where `x` is used. That matters where
+    devices may take different branches: a sum inside a branch would wait for ever.
+    """
+    names = [getattr(rules, name) for name in logical] if context_mesh() is not None else []
+    flat = [a for name in names for a in ((name,) if isinstance(name, str) else name or ())]
+    return jax.lax.pcast(x, tuple(flat), to="varying") if flat else x
+
+
 def sharding(mesh: Mesh, *logical: str | None, rules: Rules = TRAIN) -> NamedSharding:
     """The `NamedSharding` of an array with these logical axes."""
     return NamedSharding(mesh, rules.spec(*logical))

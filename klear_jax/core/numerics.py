@@ -54,6 +54,7 @@ def _local_logprob(hidden, head, targets, needed, *, live_vocab, temperature, ch
     """`linear_logprob` of one device's tokens and vocabulary rows."""
     b, t, d = hidden.shape
     n, v = b * t, head.shape[1]
+    head = mesh_lib.differs_over(head, "batch", "seq")
     chunk = min(chunk or max(CHUNK_LOGITS // v, 1), n)
     padding = -n % chunk
     needed = needed.reshape(n)

@@ -106,7 +106,7 @@ def train_gppo(
         values |= rollout.summarise(groups, rewards, kept)
         values |= {
             "lr": rate,
-            "updates": len(updates),
+            "updates": len(updates) - values["updates_skipped"],
             "padding_share": np.mean([m.padding_share for m in minibatches])
             if minibatches
             else 0.0,
@@ -143,20 +143,23 @@ def sample_groups(
 def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
     """One set of metrics for a rollout batch: means over updates, maxima, sums of counts.
 
-    An update without a value (such as one with no positive sample) does not enter a mean. No update
-    at all (no group could teach anything) gives only the counts.
+    A skipped update, and one without a value (such as one with no positive sample), does not enter
+    a mean. No update at all (no group could teach anything) gives only the counts.
     """
     merged: dict[str, Any] = {"updates_skipped": sum(int(u["updates_skipped"]) for u in updates)}
     if not updates:
         return merged
+    taken = [u for u in updates if not u["updates_skipped"]] or updates
     for name in updates[0]:
-        values = np.stack([u[name] for u in updates])
-        if name in ("updates_skipped", "ratio_histogram", "tokens/trained"):
+        values = np.stack([u[name] for u in taken])
+        if name == "updates_skipped":
+            continue
+        if name in ("ratio_histogram", "tokens/trained"):
             merged[name] = values.sum(axis=0)
         elif name.endswith("max"):
             merged[name] = values.max()
         else:
             known = values[~np.isnan(values)]
             merged[name] = known.mean() if known.size else np.nan
-    merged["grad_norm_max"] = max(float(u["grad_norm"]) for u in updates)
+    merged["grad_norm_max"] = max(float(u["grad_norm"]) for u in taken)
     return merged

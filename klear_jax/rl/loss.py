@@ -10,7 +10,14 @@ from klear_jax.core.batch import RolloutBatch
 from klear_jax.core.numerics import linear_logprob, masked_sum
 from klear_jax.model import qwen3
 from klear_jax.model.config import ModelConfig
-from klear_jax.rl.surrogates import SURROGATES, Clip, clipped_high, clipped_low, ratio_of
+from klear_jax.rl.surrogates import (
+    MAX_LOG_RATIO,
+    SURROGATES,
+    Clip,
+    clipped_high,
+    clipped_low,
+    ratio_of,
+)
 from klear_jax.train.metrics import Metrics
 from klear_jax.train.step import LossFn
 
@@ -67,7 +74,7 @@ def _telemetry(values, batch: RolloutBatch, clip: Clip) -> Metrics:
     positive = batch.positive_weights > 0
     gap = jnp.abs(batch.old_logprobs - batch.sampler_logprobs)
     # k3, the low-variance estimator of KL(old || new): r - 1 - log r >= 0 for every token.
-    kl = ratio - 1 - jnp.clip(log_ratio, -jnp.log(1e9), jnp.log(1e9))
+    kl = ratio - 1 - jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     fractions = {name: (masked_sum(cell, mask), count) for name, cell in cells.items()}
     return Metrics(
         sums={"tokens/trained": count, "ratio_histogram": histogram(log_ratio, mask)},

@@ -195,7 +195,7 @@ class Objective:
     """A sample is positive when its training reward is at least this."""
 
     def __post_init__(self):
-        if self.positive_nll < 0:
+        if not 0 <= self.positive_nll < float("inf"):
             raise ValueError(f"positive_nll {self.positive_nll} must be >= 0; 0 turns it off")
 
 
@@ -318,6 +318,7 @@ def summarise(
         "groups/expected_informative": 1 - accuracy**samples - (1 - accuracy) ** samples,
         "groups/trained": len(kept),
         "invalid": int((~valid).sum()),
+        "invalid_share": (~valid).mean(),
         "length/mean": lengths.mean(),
         "length/max": int(lengths.max()),
         "truncated": cut.mean(),

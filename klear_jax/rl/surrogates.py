@@ -60,11 +60,12 @@ Surrogate = Callable[[Tokens, Tokens, Clip], Tokens]
 
 def ratio_of(log_ratio: Tokens) -> Tokens:
     """r = exp(l), with l held at +-`MAX_LOG_RATIO` (gradient 0 beyond)."""
-    inside = jnp.abs(log_ratio) <= MAX_LOG_RATIO
+    # A NaN is not outside: it stays a NaN, so that the update is skipped and nothing is counted.
+    outside = jnp.abs(log_ratio) > MAX_LOG_RATIO
     # Two wheres: the branch that is not chosen must not overflow either, or its gradient is NaN.
-    safe = jnp.where(inside, log_ratio, 0.0)
+    safe = jnp.where(outside, 0.0, log_ratio)
     edge = jnp.where(log_ratio > 0, np.exp(MAX_LOG_RATIO), np.exp(-MAX_LOG_RATIO))
-    return jnp.where(inside, jnp.exp(safe), edge.astype(log_ratio.dtype))
+    return jnp.where(outside, edge.astype(log_ratio.dtype), jnp.exp(safe))
 
 
 def anchor_of(log_ratio: Tokens) -> Tokens:

@@ -2,6 +2,7 @@
 """AdamW and learning-rate schedules, composed from optax."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -34,10 +35,14 @@ class OptimConfig:
     """Global gradient norm above which the gradient is scaled down to it."""
 
     def __post_init__(self):
-        if self.learning_rate < 0 or self.clip_norm <= 0 or self.warmup_steps < 0:
+        zero_or_more = ("learning_rate", "final_learning_rate", "warmup_steps", "weight_decay")
+        bad = [n for n in zero_or_more if not 0 <= getattr(self, n) < math.inf]
+        bad += [n for n in ("b1", "b2") if not 0 <= getattr(self, n) < 1]
+        bad += [n for n in ("eps", "clip_norm") if not 0 < getattr(self, n) < math.inf]
+        if bad:
             raise ValueError(
-                f"learning_rate {self.learning_rate} and warmup_steps {self.warmup_steps} must be "
-                f">= 0, clip_norm {self.clip_norm} > 0"
+                f"{', '.join(f'{n} {getattr(self, n)}' for n in bad)}: rates, warmup_steps and "
+                "weight_decay are >= 0, b1 and b2 in [0, 1), eps and clip_norm > 0, all finite"
             )
         if self.schedule == "constant" and self.final_learning_rate:
             raise ValueError(

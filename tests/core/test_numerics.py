@@ -128,6 +128,34 @@ def test_only_needed_tokens(case, spec):
         np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
 
 
+@pytest.mark.parametrize("spec", ["fsdp:2,tensor:2", "data:2,tensor:2", "seq:2,tensor:2", "fsdp:4"])
+def test_devices_may_skip_different_chunks(spec):
+    """No device waits in a skipped chunk for another: the head's gradient is summed outside.
+
+    Row 0 has many needed tokens, row 1 one and the others none.
+    """
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(4, 16, 8)).astype(np.float32)
+    head = rng.normal(size=(8, 24)).astype(np.float32)
+    targets = rng.integers(0, LIVE, (4, 16)).astype(np.int32)
+    needed = np.zeros((4, 16), bool)
+    needed[0, :9] = needed[1, 3] = True
+
+    def loss(hidden, head, targets, needed):
+        results = linear_logprob(hidden, head, targets, live_vocab=LIVE, needed=needed, chunk=4)
+        return sum(x.sum() for x in results)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    exact = gradient(hidden, head, targets, needed)
+    mesh = make_mesh(MeshSpec.parse(spec))
+    with jax.set_mesh(mesh):
+        rows = place((targets, needed), mesh, "batch", "seq")
+        placed = place(hidden, mesh, "batch", "seq", None), place(head, mesh, "embed", "vocab")
+        got = gradient(*placed, *rows)
+    for x, y in zip(got, exact, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+
+
 def test_chunks_of_tokens_that_are_not_needed_are_skipped(monkeypatch):
     """Counted by the chunks that reach the matrix product."""
     seen = []
