@@ -14,6 +14,8 @@ from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling.draw import Truncation
 from klear_jax.train.optim import OptimConfig
 
+INF = float("inf")
+
 
 @dataclasses.dataclass(frozen=True)
 class Common:
@@ -34,8 +36,9 @@ class Common:
     """On a CPU: devices to cut the machine into, to try a mesh."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Compute type; model: what the model's config says. Masters and moments are float32."""
-    microbatch_rows: int = 8
-    """Packed rows that pass through the model at a time, over the whole mesh."""
+    microbatch_rows: int | None = 8
+    """Packed rows that pass through the model at a time, over the whole mesh; None for one row on
+    each device (of those that the batch is cut over)."""
     row_tokens: int | None = None
     """Tokens in a packed row; by default the longest sequence, rounded up to 64 or to a multiple of
     128."""
@@ -47,7 +50,7 @@ class Common:
     """Go on with the run in --out from its last checkpoint; its config is the default then."""
 
     def __post_init__(self):
-        if self.microbatch_rows < 1 or self.cpu_devices < 1:
+        if self.microbatch_rows == 0 or (self.microbatch_rows or 1) < 1 or self.cpu_devices < 1:
             raise ValueError(
                 f"microbatch_rows {self.microbatch_rows} and cpu_devices {self.cpu_devices} must "
                 "be at least 1"
@@ -164,7 +167,7 @@ class GppoRun(Common):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         Truncation(top_p=self.eval_top_p)  # refuses what is no probability
-        if min(self.eval_every, self.save_every, self.eval_temperature) < 0:
+        if min(self.eval_every, self.save_every) < 0 or not 0 <= self.eval_temperature < INF:
             raise ValueError(
                 f"eval_every {self.eval_every}, save_every {self.save_every} and eval_temperature "
                 f"{self.eval_temperature} must be >= 0"
@@ -174,7 +177,7 @@ class GppoRun(Common):
                 "samples 1 leaves every group without a difference, so the filter drops all; use "
                 "samples >= 2"
             )
-        if not 0 < self.temperature < float("inf"):
+        if not 0 < self.temperature < INF:
             raise ValueError(
                 f"temperature {self.temperature} must be > 0: a greedy policy has no ratio"
             )
@@ -223,7 +226,7 @@ class EvalRun(Common):
                 "be at least 1"
             )
         Truncation(top_k=self.top_k, top_p=self.top_p)  # refuses what truncates nothing
-        if self.temperature < 0 or self.eval_problems < 1:
+        if not 0 <= self.temperature < INF or self.eval_problems < 1:
             raise ValueError(
                 f"temperature {self.temperature} must be >= 0, 0 is greedy, and eval_problems "
                 f"{self.eval_problems} at least 1"
@@ -235,6 +238,7 @@ class EvalRun(Common):
 _KLEAR = GppoRun(
     model="8b",
     tokenizer="qwen3",
+    microbatch_rows=None,
     problems_per_step=128,
     samples=8,
     max_prompt_tokens=4096,
@@ -288,6 +292,7 @@ SFT_PRESETS: dict[str, SftRun] = {
         steps=10_000,
         batch=256,
         row_tokens=32_768,
+        microbatch_rows=None,
         save_every=500,
         optim=OptimConfig(
             learning_rate=8e-5, warmup_steps=100, schedule="cosine", final_learning_rate=4e-5

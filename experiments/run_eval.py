@@ -16,20 +16,22 @@ import rich.console
 import rich.table
 import run_sft
 from configs import EVAL_PRESETS, EvalRun, GppoRun
-from session import (
-    Interrupt,
-    UsageError,
+from inputs import (
     check_init,
     check_model,
     check_positions,
-    command_line,
     encode_problems,
     initial_params,
-    main,
     model_config,
-    open_run,
     start_backend,
     tokenizer_of,
+)
+from session import (
+    Interrupt,
+    UsageError,
+    command_line,
+    main,
+    open_run,
     usage_errors,
     write_json,
 )

@@ -16,25 +16,29 @@ from typing import Any
 import jax
 import run_sft
 from configs import GPPO_PRESETS, GppoRun
+from inputs import (
+    check_init,
+    check_learned,
+    check_model,
+    check_positions,
+    encode_problems,
+    initial_params,
+    microbatch_rows,
+    model_config,
+    row_tokens,
+    start_backend,
+    tokenizer_of,
+)
 from jax.sharding import Mesh
 from progress import Progress
 from session import (
     Interrupt,
     UsageError,
-    check_batch,
-    check_init,
-    check_model,
-    check_positions,
     command_line,
-    encode_problems,
-    initial_params,
+    locked,
     main,
-    model_config,
     open_run,
     rewind,
-    row_tokens,
-    start_backend,
-    tokenizer_of,
     usage_errors,
     write_json,
 )
@@ -113,8 +117,7 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
 
     check_positions(cfg, max(longest, longest_heldout) + run.max_tokens)
     # A sequence of n tokens takes n - 1 cells of a row.
-    layout = _layout(run, longest + run.max_tokens - 1)
-    check_batch(mesh, layout.rows, layout.row_tokens)
+    layout = _layout(run, mesh, longest + run.max_tokens - 1)
     with usage_errors():
         engine = EngineConfig(
             slots=run.slots,
@@ -149,12 +152,13 @@ def _heldout(run: GppoRun, tokenizer: Tokenizer) -> tuple[tuple[Problem, ...], i
     return tuple(kept), longest
 
 
-def _layout(run: GppoRun, cells: int) -> Layout:
+def _layout(run: GppoRun, mesh: Mesh, cells: int) -> Layout:
     """Room for the largest mini-batch, whatever the lengths turn out to be."""
     row = row_tokens(run, cells)
     sequences = -(-run.problems_per_step // run.updates) * run.samples
     rows = -(-sequences // (row // cells))
-    return Layout(row, run.microbatch_rows, -(-rows // run.microbatch_rows))
+    at_a_time = microbatch_rows(run, mesh, row)
+    return Layout(row, at_a_time, -(-rows // at_a_time))
 
 
 class RunHooks:
@@ -244,6 +248,8 @@ def train(
         saves, record, state_lib.abstract_state(cfg, optimizer, mesh),
         lambda: state_lib.init_state(initial_params(init, cfg, mesh, seed=run.seed), optimizer),
     )  # fmt: skip
+    if first >= run.steps:
+        print(f"{folder} is at step {first} already; nothing is left to do")
     evaluated = rewind(folder, first)
     sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
     truncation = Truncation(top_p=run.eval_top_p)
@@ -304,7 +310,7 @@ def execute(run: GppoRun) -> Outcome:
     mesh = start_backend(run)
     prepared = prepare(run, tokenizer, mesh)
     folder = open_run(run, "gppo", parameters=prepared.cfg.parameter_count)
-    with jax.set_mesh(mesh), Interrupt() as interrupt:
+    with locked(folder), jax.set_mesh(mesh), Interrupt() as interrupt:
         init = run.init
         fresh = not run.resume or checkpoint.Checkpoints(folder).latest() is None
         if fresh and init is None and run.problems is None:
@@ -324,6 +330,7 @@ def run_gppo(argv: Sequence[str]) -> int:
     run = command_line(GPPO_PRESETS, argv)
     outcome = execute(run)
     print(f"report: {outcome.report}")
+    check_learned(outcome.state)
     if outcome.done < run.steps:
         resume = f"--resume --out={outcome.folder}"
         print(f"stopped at step {outcome.done} of {run.steps}; go on with {resume}")

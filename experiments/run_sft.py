@@ -13,26 +13,30 @@ from pathlib import Path
 
 import jax
 from configs import SFT_PRESETS, SftRun
+from inputs import (
+    check_init,
+    check_learned,
+    check_model,
+    check_positions,
+    initial_params,
+    microbatch_rows,
+    model_config,
+    row_tokens,
+    start_backend,
+    tokenizer_of,
+)
 from jax.sharding import Mesh
 from progress import Progress
 from session import (
     RUNS,
     Interrupt,
     UsageError,
-    check_batch,
-    check_init,
-    check_model,
-    check_positions,
     command_line,
     config_hash,
-    initial_params,
+    locked,
     main,
-    model_config,
     open_run,
     rewind,
-    row_tokens,
-    start_backend,
-    tokenizer_of,
     usage_errors,
 )
 
@@ -62,6 +66,7 @@ class Prepared:
     cfg: ModelConfig
     examples: pipeline.ExampleStream
     row_tokens: int
+    rows: int
     microbatches: int
     fingerprint: dict[str, object]
     """What a checkpoint of this run must agree with."""
@@ -77,7 +82,7 @@ def prepare(run: SftRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
     if run.init is not None:
         check_init(run.init, cfg)
     row = row_tokens(run, longest)
-    check_batch(mesh, run.microbatch_rows, row)
+    at_a_time = microbatch_rows(run, mesh, row)
     per_row = row // longest
     rows = -(-run.batch // per_row)
     return Prepared(
@@ -85,7 +90,8 @@ def prepare(run: SftRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
         cfg=cfg,
         examples=examples,
         row_tokens=row,
-        microbatches=-(-rows // run.microbatch_rows),
+        rows=at_a_time,
+        microbatches=-(-rows // at_a_time),
         fingerprint={"kind": "sft", "seed": run.seed, "data": data},
     )
 
@@ -159,7 +165,7 @@ def batch_of(prepared: Prepared, sequences: Sequence[TokenSequence]):
     return pipeline.sft_batch(
         sequences,
         row_tokens=prepared.row_tokens,
-        rows=prepared.run.microbatch_rows,
+        rows=prepared.rows,
         microbatches=prepared.microbatches,
     )
 
@@ -171,16 +177,20 @@ def cached_start(start: SftRun, tokenizer: Tokenizer, mesh: Mesh, interrupt: Int
     """
     folder = RUNS / "cache" / f"sft-{config_hash(start)}"
     finished = folder / "finished"
-    if finished.exists():
-        return folder
-    resume = (folder / "config.json").exists()
-    start = dataclasses.replace(start, out=folder, resume=resume)
-    prepared = prepare(start, tokenizer, mesh)
-    open_run(start, "sft", parameters=prepared.cfg.parameter_count)
-    _, done = train(prepared, mesh, folder, interrupt)
-    if done < start.steps:
-        raise KeyboardInterrupt
-    finished.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    # Runs that are started together share one start: the first trains it, the others wait.
+    with locked(folder, wait=True):
+        if finished.exists():
+            return folder
+        resume = (folder / "config.json").exists()
+        start = dataclasses.replace(start, out=folder, resume=resume)
+        prepared = prepare(start, tokenizer, mesh)
+        open_run(start, "sft", parameters=prepared.cfg.parameter_count)
+        state, done = train(prepared, mesh, folder, interrupt)
+        if done < start.steps:
+            raise KeyboardInterrupt
+        check_learned(state)
+        finished.touch()
     return folder
 
 
@@ -192,11 +202,12 @@ def run_sft(argv: Sequence[str]) -> int:
     mesh = start_backend(run)
     prepared = prepare(run, tokenizer, mesh)
     folder = open_run(run, "sft", parameters=prepared.cfg.parameter_count)
-    with jax.set_mesh(mesh), Interrupt() as interrupt:
-        _, done = train(prepared, mesh, folder, interrupt)
+    with locked(folder), jax.set_mesh(mesh), Interrupt() as interrupt:
+        state, done = train(prepared, mesh, folder, interrupt)
     from klear_jax.report import write_report
 
     print(f"report: {write_report(folder)}")
+    check_learned(state)
     if done < run.steps:
         print(f"stopped at step {done} of {run.steps}; go on with --resume --out={folder}")
         return 130

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts share around a run: command line, folder, interruption, and the pieces to build.
+"""What the scripts share around a run: command line, folder, lock and interruption.
 
-`command_line` reads a config, `open_run` makes or reopens its folder, `build` loads tokenizer and
-weights onto the mesh.
+`command_line` reads a config and `open_run` makes or reopens its folder; `inputs` has the rest.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -20,19 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import msgspec
 import tyro
 from configs import Common
-from jax.sharding import Mesh
 
-from klear_jax.core import mesh as mesh_lib
-from klear_jax.data.chat import encode_prompt
-from klear_jax.data.problems import Problem
-from klear_jax.data.tokenizer import Tokenizer, load_tokenizer
-from klear_jax.model import params as params_lib
-from klear_jax.model.config import QWEN3, ModelConfig, with_vocab
-from klear_jax.model.params import Params
 from klear_jax.train import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +32,12 @@ RUNS = Path("runs")
 """Where runs go by default, below the current folder; also the caches of SFT starts and
 programs."""
 
+LOCK = ".lock"
+"""A file that is locked while a process runs in the folder."""
+
 MAY_DIFFER = ("out", "resume", "steps", "mesh", "cpu_devices", "eval_every", "save_every", "slots")
-"""Fields that may change when a run is resumed: they change no step that was taken."""
+"""Fields that may change when a run is resumed: they change no step that was taken. Another number
+of steps bends what is left of a cosine schedule."""
 
 Run = TypeVar("Run", bound=Common)
 
@@ -93,6 +89,7 @@ def usage_errors() -> Iterator[None]:
 
 def main(run: Callable[[Sequence[str]], int]) -> None:
     """Run a script: exit status 0 on success only; what the user can mend has no traceback."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of left-overs that it handles
     try:
         sys.exit(run(sys.argv[1:]))
     except (UsageError, checkpoint.CheckpointError) as error:
@@ -157,7 +154,8 @@ def open_run(run: Common, name: str, *, parameters: int) -> Path:
     if run.resume:
         _check_resumable(run, saved_config(folder, type(run)), folder)
         return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    used = folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())
+    if used or (folder.exists() and not folder.is_dir()):
         raise UsageError(
             f"{folder} is not empty; give another --out, or --resume to go on with the run in it"
         )
@@ -248,6 +246,23 @@ def config_hash(run: Common) -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a run's folder against other processes of this machine.
+
+    Raises:
+        UsageError: another process holds it (with `wait` this one waits for its turn instead).
+    """
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another process is running in {folder}; wait for it, or give another --out"
+            ) from error
+        yield
+
+
 class Interrupt:
     """Ctrl-C ends a run after the step in hand; a second one ends it at once."""
 
@@ -266,131 +281,3 @@ class Interrupt:
             raise KeyboardInterrupt
         self.asked = True
         print("\nending after this step and saving; Ctrl-C again ends at once", file=sys.stderr)
-
-
-# --- tokenizer, model and weights -------------------------------------------------------------
-
-
-def start_backend(run: Common) -> Mesh:
-    """Set up devices and the program cache; returns the mesh.
-
-    Raises:
-        UsageError: the mesh does not fit the devices.
-    """
-    if run.cpu_devices > 1:
-        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str((RUNS / "cache" / "xla").absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    with usage_errors():
-        spec = mesh_lib.MeshSpec.parse(run.mesh)
-        return mesh_lib.make_mesh(spec)
-
-
-def check_model(run: Common) -> None:
-    """Check that there is such a model, and weights to start from unless it is the tiny one."""
-    if run.model not in QWEN3:
-        raise UsageError(f"no model {run.model!r}; the models are {', '.join(QWEN3)}")
-    if run.model != "tiny" and run.init is None:
-        raise UsageError(f"model {run.model} starts from weights: give --init=DIR")
-
-
-def model_config(run: Common, tokenizer: Tokenizer) -> ModelConfig:
-    """The model that the config names, with rows for the tokenizer and the asked compute type."""
-    cfg = with_vocab(QWEN3[run.model], tokenizer.vocab_size)
-    return cfg if run.dtype == "model" else dataclasses.replace(cfg, dtype=run.dtype)
-
-
-def tokenizer_of(run: Common) -> Tokenizer:
-    with usage_errors():
-        return load_tokenizer(run.tokenizer)
-
-
-def check_init(path: Path, cfg: ModelConfig) -> None:
-    """Compare the model of a checkpoint with the one asked for, before any weight is read."""
-    with usage_errors():
-        saved = _saved_model(path)
-    checkpoint.check_same(
-        checkpoint.model_record(saved), checkpoint.model_record(cfg),
-        what=f"{path} is a checkpoint of another model",
-    )  # fmt: skip
-
-
-def _saved_model(path: Path) -> ModelConfig:
-    if (path / checkpoint.FOLDER).is_dir():
-        return checkpoint.saved_model(path)
-    from klear_jax.model import hf
-
-    return hf.load_config(path)
-
-
-def initial_params(path: Path | None, cfg: ModelConfig, mesh: Mesh, *, seed: int) -> Params:
-    """Weights of a run or of an HF folder, or fresh ones."""
-    if path is None:
-        return params_lib.init(cfg, seed, mesh)
-    if (path / checkpoint.FOLDER).is_dir():
-        return checkpoint.load_params(path, mesh=mesh)[0]
-    from klear_jax.model import hf
-
-    with usage_errors():
-        return hf.load(path, mesh=mesh)[0]
-
-
-def encode_problems(
-    tokenizer: Tokenizer, problems: Sequence[Problem], limit: int, *, name: str
-) -> tuple[list[Problem], int]:
-    """The problems whose prompt has at most `limit` tokens, and the longest prompt of them.
-
-    Longer ones are dropped and counted on the terminal, never cut.
-
-    Raises:
-        UsageError: none is left, or one needs a grader that does not exist.
-    """
-    code = [p.id for p in problems if p.kind == "code"]
-    if code:
-        raise UsageError(
-            f"{name}: {len(code)} problems ({code[0]}, ...) are code problems, and there is no "
-            "sandbox to run programs in yet; give math problems"
-        )
-    lengths = [len(encode_prompt(tokenizer, p.messages)) for p in problems]
-    kept = [p for p, n in zip(problems, lengths, strict=True) if n <= limit]
-    if not kept:
-        raise UsageError(
-            f"{name}: every prompt is longer than max_prompt_tokens {limit} (the shortest has "
-            f"{min(lengths)} tokens)"
-        )
-    dropped = len(problems) - len(kept)
-    if dropped:
-        print(f"{name}: dropped {dropped} of {len(problems)} problems: prompt over {limit} tokens")
-    return kept, max(n for n in lengths if n <= limit)
-
-
-def row_tokens(run: Common, longest: int) -> int:
-    """Cells of a packed row; `longest` is the cells of the longest sequence.
-
-    Raises:
-        UsageError: the longest sequence does not fit the given row.
-    """
-    if run.row_tokens is None:
-        return 64 if longest <= 64 else -(-longest // 128) * 128
-    if run.row_tokens < longest:
-        raise UsageError(
-            f"row_tokens {run.row_tokens} is shorter than the longest sequence, {longest} tokens; "
-            "raise it, or lower max_tokens or max_prompt_tokens"
-        )
-    return run.row_tokens
-
-
-def check_positions(cfg: ModelConfig, tokens: int) -> None:
-    """Refuse sequences that are longer than the model's positions."""
-    if tokens > cfg.max_positions:
-        raise UsageError(
-            f"the longest prompt and max_tokens make {tokens} tokens, and the model has "
-            f"{cfg.max_positions} positions; lower max_tokens or max_prompt_tokens"
-        )
-
-
-def check_batch(mesh: Mesh, rows: int, tokens: int) -> None:
-    """Check that micro-batches can be cut over the mesh."""
-    with usage_errors():
-        mesh_lib.check_divides(mesh, {"batch": rows, "seq": tokens})

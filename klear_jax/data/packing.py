@@ -155,11 +155,3 @@ def _check_extra(
                 f"per_token[{name!r}][{i}] has shape {array.shape}, expected {expected}:"
                 " one value for each completion token"
             )
-
-
-def bucket(n: int, buckets: Sequence[int]) -> int:
-    """The smallest of `buckets` that is at least n: few distinct shapes mean few compilations."""
-    fitting = [size for size in buckets if size >= n]
-    if not fitting:
-        raise ValueError(f"{n} is above every bucket {sorted(buckets)}; add a larger one")
-    return min(fitting)

@@ -78,9 +78,9 @@ def split_of(question: str) -> Split:
 def draw_problems(names: Sequence[str], count: int, *, split: Split, seed: int) -> list[Problem]:
     """Draw problems, the tasks in turn.
 
-    Held-out questions are all different. Training questions of a task repeat only after all of
-    them were drawn. The result depends on the arguments alone; a task's questions do not depend
-    on its companions.
+    All questions of one call are different, unless more training questions are asked for than a
+    pass has: all of a small task, 1/16 of a large one. The result depends on the arguments alone; a
+    task's questions do not depend on its companions.
 
     Args:
         names: task names, keys of `TASKS`.

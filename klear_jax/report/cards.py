@@ -134,7 +134,7 @@ def _time(run: Run, phases: Sequence[str], label: str = "Time") -> Card | None:
     ]
     if not ends:
         return None
-    steps = len(run.rows(phases[0]))
+    steps = max((int(row["step"]) for row in run.rows(phases[0])), default=0)
     return Card(
         label, duration(max(ends)), f"{steps} step{'s' * (steps != 1)}, compilation included"
     )

@@ -110,7 +110,7 @@ def endings(run: Run) -> Panel | None:
     """Shares of completions that were cut off or could not be graded."""
     looks = {
         "truncated": Look(plots.PURPLE, "cut off at the length limit"),
-        "invalid": Look(plots.VERMILLION, "reward invalid", width=1.3),
+        "invalid_share": Look(plots.VERMILLION, "reward invalid", width=1.3),
     }
     scale = Scale("share of completions", percent=True, limits=_FROM_ZERO)
     return _curves(run, "rl", "Unfinished completions", scale, looks)
@@ -205,8 +205,9 @@ PROGRESS = (
     FigureSpec(
         "heldout",
         heldout,
-        "Problems kept out of training. Sampled: drawn as in training; greedy: the likeliest "
-        "token each time. The band is the 95% interval of the sampled accuracy.",
+        "Problems kept out of training. Sampled: drawn at the run's evaluation "
+        "temperature; greedy: the likeliest token each time. The band is the 95% interval of the "
+        "sampled accuracy.",
     ),
 )
 POLICY = (
@@ -228,19 +229,20 @@ UPDATES = (
     FigureSpec(
         "ratio",
         ratio,
-        "How far one step's updates moved the probability of trained tokens. Dashed: the clip "
-        "bounds. Log axis: most tokens sit at 0.",
+        "New to old probability of trained tokens, seen by each update before it is made: the "
+        "first update of a step sees 1. Dashed: the clip bounds. Log axis: most tokens sit at 0.",
     ),
     FigureSpec(
         "drift",
         drift,
-        "How far the policy moved from the one that sampled, as the trainer estimates it.",
+        "Estimated before each update and averaged over a step's updates: the first adds 0, and "
+        "what the last one does is not in it.",
     ),
     FigureSpec(
         "groups",
         groups,
         "Groups whose completions earned different rewards: only these give a gradient. Expected: "
-        "if completions of a problem succeeded independently.",
+        "if every problem had the mean chance of success; unequal problems give less.",
     ),
 )
 SAMPLING = (

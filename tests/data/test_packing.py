@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from klear_jax.data.packing import TokenSequence, bucket, first_fit, pack
+from klear_jax.data.packing import TokenSequence, first_fit, pack
 
 
 def sequence(*tokens: int, prompt: int) -> TokenSequence:
@@ -107,9 +107,3 @@ def test_unpacking_gives_the_sequences_back(seed: int) -> None:
         assert len(set(packed.segments[cells].tolist())) == 1
         completion = original.tokens[original.prompt_length :]
         assert packed.targets[cells & packed.mask].tolist() == completion.tolist()
-
-
-def test_bucket_is_the_smallest_that_fits() -> None:
-    assert [bucket(n, (256, 64, 128)) for n in (1, 64, 65, 256)] == [64, 64, 128, 256]
-    with pytest.raises(ValueError, match=r"257 is above every bucket \[64, 128, 256\]"):
-        bucket(257, (256, 64, 128))

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import inputs
 import jax
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def refused(monkeypatch, capsys, work, compiled):
     """Checks that a command is refused as it should be; returns stdout."""
 
     def check(name, *flags, **texts):
-        before = sorted(work.rglob("*"))
+        before = sorted(p for p in work.rglob("*") if p.name != session.LOCK)
         status, out, err = script(monkeypatch, capsys, name, *flags)
         assert status == 2, out + err
         assert "Traceback" not in err
@@ -55,7 +56,7 @@ def refused(monkeypatch, capsys, work, compiled):
             assert err.startswith("error: ")
             assert err.count("\n") == 1
         assert compiled == []
-        assert sorted(work.rglob("*")) == before
+        assert sorted(p for p in work.rglob("*") if p.name != session.LOCK) == before
         return out
 
     return check
@@ -132,7 +133,7 @@ PANELS = [
     ("gppo", ["--objective.aggregation=mean"], ["'token_mean'", "'sequence_mean'"]),
     ("gppo", ["--group-filter=all"], ["'reward'", "'accuracy'", "'none'"]),
     ("gppo", ["--training-reward=x"], ["'raw'", "'paper'", "'released'"]),
-    ("gppo", ["--optim.clip-norm=0"], ["clip_norm 0.0 > 0"]),
+    ("gppo", ["--optim.clip-norm=0"], ["clip_norm 0.0"]),
     (
         "gppo",
         ["--optim.schedule=constant", "--optim.final-learning-rate=1"],
@@ -403,3 +404,26 @@ def test_help_explains_every_field():
     assert done.returncode == 0
     for name in ("--problems-per-step", "--clip.dual", "--objective.positive-nll", "klear_8b_math"):
         assert name in done.stdout
+
+
+def test_a_folder_in_use_is_refused(work):
+    folder = work / "busy"
+    folder.mkdir()
+    refusal = pytest.raises(session.UsageError, match="another process is running in")
+    with session.locked(folder), refusal, session.locked(folder):
+        pass
+    with session.locked(folder):
+        pass
+
+
+def test_an_answer_that_nothing_could_be_graded_against(refused):
+    write("gold.jsonl", {"question": "1+1", "answer": "2"}, {"question": "x", "answer": "\\frac{"})
+    refused("gppo", "--problems=gold.jsonl", says=["1 of 2 problems", "cannot be graded", "gold-2"])
+
+
+def test_a_run_without_a_finite_update_is_no_success():
+    class State:
+        updates, skipped = 0, 3
+
+    with pytest.raises(session.UsageError, match="all 3 updates were skipped"):
+        inputs.check_learned(State)

@@ -3,9 +3,13 @@
 
 import dataclasses
 
+import inputs
 import pytest
 from configs import EVAL_PRESETS, GPPO_PRESETS, SFT_PRESETS, EvalRun, GppoRun, SftRun
+from jax.sharding import AbstractMesh
+from session import UsageError
 
+from klear_jax.core.mesh import AXES, MeshSpec, check_divides
 from klear_jax.model.config import QWEN3
 from klear_jax.train.optim import make_schedule
 
@@ -177,3 +181,14 @@ def test_the_sft_start_is_that_of_the_run():
     for name in ("model", "tokenizer", "tasks", "mesh", "cpu_devices", "dtype", "seed"):
         assert getattr(start, name) == getattr(run, name)
     assert (start.steps, start.batch, start.optim) == (run.sft.steps, run.sft.batch, run.sft.optim)
+
+
+@pytest.mark.parametrize("name", [n for n in GPPO_PRESETS if n != "demo"])
+def test_the_printed_mesh_cuts_the_presets(name):
+    """README's mesh, 64 devices that are only described."""
+    run = GPPO_PRESETS[name]
+    mesh = AbstractMesh(MeshSpec.parse("fsdp:16,tensor:4").sizes, AXES)
+    assert inputs.microbatch_rows(run, mesh, run.row_tokens) == 16
+    check_divides(mesh, QWEN3[run.model].axis_sizes_cut)
+    with pytest.raises(UsageError, match="the mesh cuts batch"):
+        inputs.microbatch_rows(dataclasses.replace(run, microbatch_rows=8), mesh, run.row_tokens)

@@ -339,7 +339,7 @@ def test_evaluation_of_real_questions(shared, base, finish):
 def test_no_id_without_a_token_is_drawn(shared):
     """The model has 151,936 rows and the tokenizer 151,669 ids; random weights prefer none."""
     from configs import EvalRun
-    from session import model_config
+    from inputs import model_config
 
     from klear_jax.model import params as params_lib
     from klear_jax.sampling.engine import EngineConfig

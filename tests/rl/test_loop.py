@@ -228,7 +228,7 @@ def test_metrics_of_a_step():
     ((_, _, values),) = fakes.logged
     expected = {
         "loss": 0.5, "grad_norm": 0.5, "grad_norm_max": 1, "updates_skipped": 2,
-        "tokens/trained": 8, "ratio/max": 1, "nll_positive": 3.0, "updates": 2, "lr": 0,
+        "tokens/trained": 8, "ratio/max": 1, "nll_positive": 3.0, "updates": 0, "lr": 0,
         "groups/trained": 3, "groups/informative": 1.0, "reward": 0.5, "tokens/sampled": 16,
     }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
@@ -239,6 +239,12 @@ def test_metrics_of_a_step():
 
 def test_no_update_of_a_step_has_a_value():
     nan = np.float32(math.nan)
+    skipped = {"updates_skipped": 1, "grad_norm": nan, "nll_positive": 9.0}
+    taken = {"updates_skipped": 0, "grad_norm": 1.0, "nll_positive": 2.0}
+    merged = loop.merge_updates([taken, skipped])
+    assert merged == {
+        "updates_skipped": 1, "grad_norm": 1.0, "nll_positive": 2.0, "grad_norm_max": 1.0
+    }  # fmt: skip
     merged = loop.merge_updates([{"updates_skipped": 0, "grad_norm": 1.0, "nll_positive": nan}] * 2)
     assert math.isnan(merged["nll_positive"])
 

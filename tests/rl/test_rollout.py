@@ -376,6 +376,7 @@ def test_summary_by_hand():
         "groups/expected_informative": pytest.approx(1 - seventh**4 - (1 - seventh) ** 4),
         "groups/trained": 1,
         "invalid": 1,
+        "invalid_share": 1 / 8,
         "length/mean": 4.0,
         "length/max": 8,
         "truncated": 1 / 8,
