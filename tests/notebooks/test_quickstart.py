@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import pytest
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "quickstart.ipynb"
 
@@ -16,6 +17,7 @@ def test_kept_without_outputs():
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
+@pytest.mark.slow
 def test_runs(tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # The kernel starts in an empty folder, so its runs and caches go there.

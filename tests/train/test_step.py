@@ -140,7 +140,7 @@ def test_reference_is_no_special_case():
     assert values["ratio/max"] > CLIP.dual
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("pieces", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_micro_batches(pieces):
     assert_same(outcome(rollout_batch((pieces, 8 // pieces)), pieces))
 
@@ -157,7 +157,12 @@ def test_one_sequence_a_row():
     assert_same(outcome(rollout_batch((1, 8), packed=False), 1))
 
 
-@pytest.mark.parametrize("spec", ["fsdp:2", "tensor:2", CUT])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param("fsdp:2", marks=SLOW), pytest.param("tensor:2", marks=SLOW), CUT]
+)
 def test_mesh(spec):
     spec = MeshSpec.parse(spec)
     mesh = make_mesh(spec, devices=jax.devices()[: int(np.prod(spec.sizes))])
