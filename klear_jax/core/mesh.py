@@ -219,12 +219,26 @@ def mesh_axis(logical: str, rules: Rules = TRAIN) -> Any | None:
 def differs_over(x: jax.Array, *logical: str, rules: Rules = TRAIN) -> jax.Array:
     """Inside `sharded`: treat `x`, the same on all devices of these axes, as each one's own.
 
-    Its gradient is then summed over the axes here, and not where `x` is used. That matters where
-    devices may take different branches: a sum inside a branch would wait for ever.
+    Its gradient is then summed over the axes once, here, and not at each place where `x` is used.
     """
+    axes = _mesh_axes(logical, rules)
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+def any_over(x: jax.Array, *logical: str, rules: Rules = TRAIN) -> jax.Array:
+    """Inside `sharded`: whether `x` is true on any device of these axes; the same on all of them.
+
+    A branch that holds a collective must be taken by all devices or by none: one that went the
+    other way would leave the rest waiting for ever.
+    """
+    axes = _mesh_axes(logical, rules)
+    return jax.lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
+
+
+def _mesh_axes(logical: Sequence[str], rules: Rules) -> tuple[str, ...]:
+    """The mesh axes of logical ones; none where no mesh is set."""
     names = [getattr(rules, name) for name in logical] if context_mesh() is not None else []
-    flat = [a for name in names for a in ((name,) if isinstance(name, str) else name or ())]
-    return jax.lax.pcast(x, tuple(flat), to="varying") if flat else x
+    return tuple(a for name in names for a in ((name,) if isinstance(name, str) else name or ()))
 
 
 def sharding(mesh: Mesh, *logical: str | None, rules: Rules = TRAIN) -> NamedSharding:

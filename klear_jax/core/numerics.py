@@ -32,7 +32,7 @@ def linear_logprob(
 
     Args:
         needed: where False both results are 0. Prompts and padding are sorted behind the needed
-            tokens, and chunks that hold nothing else are skipped.
+            tokens, and chunks that hold nothing else on any device are skipped.
         temperature: the *sampling* temperature; logits are divided by it before the softmax.
         chunk: tokens a device handles at a time; by default as many as keep `CHUNK_LOGITS`.
     """
@@ -85,24 +85,25 @@ def _local_logprob(hidden, head, targets, needed, *, live_vocab, temperature, ch
         return chosen - log_mass, log_mass - mean_shifted
 
     def nothing(hidden, targets):
-        zero = (
-            0.0 * targets
-        )  # has the mesh axes of the other branch's results, as a constant has not
+        # Not a constant: it varies over the mesh axes of the other branch's results.
+        zero = 0.0 * targets
         return zero, zero
 
     @jax.checkpoint
     def one_chunk(args):
-        hidden, targets, needed = args
+        hidden, targets, needed, wanted = args
         # What stands beside a needed token must not reach it, or the gradient, even as a NaN.
         hidden = jnp.where(needed[:, None], hidden, 0.0)
-        results = jax.lax.cond(needed.any(), logprob_and_entropy, nothing, hidden, targets)
+        results = jax.lax.cond(wanted, logprob_and_entropy, nothing, hidden, targets)
         return tuple(jnp.where(needed, x, 0.0) for x in results)
 
     def back(x):
         return jnp.zeros_like(x, shape=n).at[order].set(x.reshape(-1)[:n]).reshape(b, t)
 
+    chunk_needed = flat_needed.reshape(-1, chunk)
+    wanted = mesh_lib.any_over(chunk_needed.any(axis=1), "batch", "seq")
     pieces = (flat_hidden.reshape(-1, chunk, d), flat_targets.reshape(-1, chunk))
-    logprobs, entropy = jax.lax.map(one_chunk, (*pieces, flat_needed.reshape(-1, chunk)))
+    logprobs, entropy = jax.lax.map(one_chunk, (*pieces, chunk_needed, wanted))
     return back(logprobs), back(entropy)
 
 
