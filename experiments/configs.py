@@ -50,7 +50,8 @@ class Common:
     """Go on with the run in --out from its last checkpoint; its config is the default then."""
 
     def __post_init__(self):
-        if self.microbatch_rows == 0 or (self.microbatch_rows or 1) < 1 or self.cpu_devices < 1:
+        no_rows = self.microbatch_rows is not None and self.microbatch_rows < 1
+        if no_rows or self.cpu_devices < 1:
             raise ValueError(
                 f"microbatch_rows {self.microbatch_rows} and cpu_devices {self.cpu_devices} must "
                 "be at least 1"

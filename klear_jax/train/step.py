@@ -33,7 +33,7 @@ def make_step(loss_fn: LossFn, *, optimizer: optax.GradientTransformation) -> St
     """
 
     def step(state, batch, microbatches, learning_rate):
-        (loss, metrics), grads = _accumulate(loss_fn, state.params, batch, microbatches)
+        (loss, metrics), grads = loss_and_gradient(loss_fn, state.params, batch, microbatches)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -60,12 +60,11 @@ def make_step(loss_fn: LossFn, *, optimizer: optax.GradientTransformation) -> St
 
 def loss_and_gradient(
     loss_fn: LossFn, params: Params, batch: Any, microbatches: Int[Array, ""] | int
-) -> tuple[tuple[Float[Array, ""], Metrics], Params]:
-    """The summed loss, merged metrics and summed gradient of the first `microbatches` pieces."""
-    return _accumulate(loss_fn, params, batch, microbatches)
+) -> tuple[tuple[Float[Array, ""], Metrics], optax.Updates]:
+    """The summed loss, merged metrics and summed gradient of the first `microbatches` pieces.
 
-
-def _accumulate(loss_fn, params, batch, microbatches):
+    The gradient is a tree of the structure of `params`.
+    """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     piece = jax.tree.map(lambda x: x[0], batch)
     if jax.tree.leaves(batch)[0].shape[0] == 1:
