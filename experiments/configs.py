@@ -9,7 +9,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from klear_jax.rl.rollout import GroupFilter, Objective
+from klear_jax.rl.objective import Objective
+from klear_jax.rl.rollout import GroupFilter, Overlong
 from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling.draw import Truncation
 from klear_jax.train.optim import OptimConfig
@@ -127,8 +128,21 @@ class GppoRun(Common):
     """Problems sampled in a step = oversample x problems_per_step; the filter picks among them."""
     samples: int = 8
     """Completions a problem (the paper's G)."""
+    rounds: int = 1
+    """Dynamic sampling (DAPO): sample up to this many batches of problems until problems_per_step
+    groups pass the filter; if they never do, the step trains on those that did. 1: no refill."""
     updates: int = 4
-    """Mini-batches a step, each one optimizer update."""
+    """Mini-batches a step, of nearly equal numbers of whole groups; each is one optimizer update.
+    With fewer groups than this there are fewer updates (metric updates_missing)."""
+    minibatch_groups: int | None = None
+    """Groups a mini-batch instead, the short last one weighted by its share (released code);
+    problems_per_step / minibatch_groups must then be `updates`."""
+    epochs: int = 1
+    """Passes over the mini-batches of a step."""
+    lag: int = 0
+    """Steps between sampling a rollout and training on it; 0 samples with the current weights."""
+    overlap: bool = False
+    """Sample the next rollouts while the updates run (one-step-off with lag 1)."""
     max_prompt_tokens: int = 4096
     """Longer prompts are dropped and counted."""
     max_tokens: int = 35
@@ -140,6 +154,7 @@ class GppoRun(Common):
     none."""
     training_reward: Literal["raw", "paper", "released"] = "raw"
     """How a verdict becomes a reward: as it is, as the paper says, or as the released code does."""
+    overlong: Overlong = Overlong()
     clip: Clip = Clip(low=0.2, high=0.2)
     objective: Objective = Objective()
     optim: OptimConfig = OptimConfig(
@@ -159,11 +174,19 @@ class GppoRun(Common):
     """Steps between checkpoints; 0 for the last only."""
     slots: int = 128
     """Sequences that the sampler decodes at a time."""
+    kl_warning: float = 0.1
+    """Warn of a step whose updates moved the policy further than this, in KL(old || new), nats a
+    token."""
+    save_rollouts: bool = False
+    """Keep every rollout that is trained on in rollouts/ of the run, for experiments/frozen.py."""
+    preflight: bool = True
+    """Check the parts against each other before the first step (seconds on tiny)."""
     sft: SftStart = SftStart()
 
     def __post_init__(self):
         super().__post_init__()
         counts = ("steps", "problems_per_step", "oversample", "samples", "updates", "max_tokens")
+        counts += ("rounds", "epochs")
         for name in (*counts, "eval_problems", "eval_samples", "slots", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
@@ -182,10 +205,52 @@ class GppoRun(Common):
             raise ValueError(
                 f"temperature {self.temperature} must be > 0: a greedy policy has no ratio"
             )
-        if self.updates > self.problems_per_step:
+        if not self.kl_warning > 0:
+            raise ValueError(f"kl_warning {self.kl_warning} must be > 0; inf never warns")
+        self._check_updates()
+        self._check_overlong()
+        self.clip.check_effect()
+
+    def _check_updates(self) -> None:
+        groups, size = self.problems_per_step, self.minibatch_groups
+        if self.updates > groups:
             raise ValueError(
                 f"{self.updates} updates need at least as many groups; problems_per_step is "
-                f"{self.problems_per_step}"
+                f"{groups}"
+            )
+        if size is not None and not (size >= 1 and -(-groups // size) == self.updates):
+            raise ValueError(
+                f"minibatch_groups {size} cuts problems_per_step {groups} into "
+                f"{-(-groups // size) if size > 0 else 'no'} mini-batches, and updates is "
+                f"{self.updates}; make them agree"
+            )
+        if self.rounds > 1 and self.group_filter == "none":
+            raise ValueError(
+                f"rounds {self.rounds} has no effect with group_filter none: the first round "
+                "gives all the groups"
+            )
+        if self.lag < 0 or (self.overlap and self.lag < 1):
+            raise ValueError(
+                f"lag {self.lag} must be >= 0, and overlap needs a lag of at least 1: what is "
+                "sampled during an update cannot come from the weights after it"
+            )
+        single = self.objective.advantage != "batch_normalised"
+        if self.samples == 1 and single:
+            raise ValueError(
+                f"samples 1 gives every sample the advantage 0 under {self.objective.advantage}; "
+                "use samples >= 2, or the advantage batch_normalised"
+            )
+
+    def _check_overlong(self) -> None:
+        if self.overlong.buffer > self.max_tokens:
+            raise ValueError(
+                f"overlong buffer {self.overlong.buffer} is longer than max_tokens "
+                f"{self.max_tokens}"
+            )
+        if self.overlong.filter and self.overlong.buffer and self.overlong.buffer == 1:
+            raise ValueError(
+                "an overlong buffer of 1 token is a penalty on cut completions only, and the "
+                "overlong filter leaves those out"
             )
 
     def sft_start(self) -> SftRun:
@@ -266,6 +331,7 @@ def _released(run: GppoRun) -> GppoRun:
         training_reward="released",
         clip=dataclasses.replace(run.clip, dual=10.0),
         objective=dataclasses.replace(run.objective, advantage="group_normalised_sample"),
+        minibatch_groups=run.problems_per_step // run.updates,
         optim=dataclasses.replace(run.optim, warmup_steps=10),
     )
 

@@ -2,6 +2,7 @@
 """GPPO reinforcement learning.
 
     python experiments/run_gppo.py          # the embedded demo on this CPU, a few minutes
+    python experiments/run_gppo.py demo+gspo --clip.low=0.03 --clip.high=0.04
     python experiments/run_gppo.py klear_8b_math --init=SFT_DIR --problems=math.jsonl \
         --heldout=aime24.jsonl --mesh=fsdp:16,tensor:4
     python experiments/run_gppo.py --resume --out=runs/gppo-0001
@@ -15,6 +16,8 @@ from typing import Any
 
 import jax
 import run_sft
+from ahead import load_ahead, save_ahead
+from algorithms import with_algorithm
 from configs import GPPO_PRESETS, GppoRun
 from inputs import (
     check_init,
@@ -35,6 +38,7 @@ from session import (
     Interrupt,
     UsageError,
     command_line,
+    config_record,
     locked,
     main,
     open_run,
@@ -54,8 +58,10 @@ from klear_jax.model.config import ModelConfig
 from klear_jax.rewards import math as math_rewards
 from klear_jax.rewards.verdict import TRAINING_REWARDS
 from klear_jax.rl.loop import LoopConfig, train_gppo
-from klear_jax.rl.loss import LOG_RATIO_EDGES, make_policy_loss
-from klear_jax.rl.rollout import Layout
+from klear_jax.rl.loss import make_policy_loss
+from klear_jax.rl.minibatch import Layout
+from klear_jax.rl.rollout_file import Rollout, save_rollout
+from klear_jax.rl.telemetry import readable
 from klear_jax.sampling.draw import Truncation
 from klear_jax.sampling.engine import EngineConfig
 from klear_jax.sampling.sampler import Sampler
@@ -65,6 +71,8 @@ from klear_jax.train.metrics import RunLog
 from klear_jax.train.state import TrainState
 from klear_jax.train.step import make_scorer, make_step
 
+SAFE_TOKENS = 32_768
+"""Below this length the released code's notes advise the overlong filter."""
 SHOWN = 16
 """Held-out completions kept at each evaluation, for the report."""
 
@@ -111,6 +119,16 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
             )
         stream = file_stream(problems, min(count, len(problems)), seed=run.seed)
         data = fingerprint(problems)
+    if mesh.size > 1 and run.overlap:
+        raise UsageError(
+            f"overlap samples and trains from two threads, which only one device takes in a fixed "
+            f"order; the mesh has {mesh.size} devices. Use --lag alone: it has the same results"
+        )
+    if run.max_tokens < SAFE_TOKENS and not run.overlong.filter:
+        print(
+            f"note: completions are cut at {run.max_tokens} tokens and count as they are; below "
+            f"{SAFE_TOKENS} --overlong.filter, which leaves cut ones out, is steadier"
+        )
     heldout, longest_heldout = _heldout(run, tokenizer)
     if run.init is not None:
         check_init(run.init, cfg)
@@ -155,7 +173,8 @@ def _heldout(run: GppoRun, tokenizer: Tokenizer) -> tuple[tuple[Problem, ...], i
 def _layout(run: GppoRun, mesh: Mesh, cells: int) -> Layout:
     """Room for the largest mini-batch, whatever the lengths turn out to be."""
     row = row_tokens(run, cells)
-    sequences = -(-run.problems_per_step // run.updates) * run.samples
+    groups = run.minibatch_groups or -(-run.problems_per_step // run.updates)
+    sequences = groups * run.samples
     rows = -(-sequences // (row // cells))
     at_a_time = microbatch_rows(run, mesh, row)
     return Layout(row, at_a_time, -(-rows // at_a_time))
@@ -174,14 +193,24 @@ class RunHooks:
         self.results: dict[str, float] = {}
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
-        if (counts := values.pop("ratio_histogram", None)) is not None:
-            edges = LOG_RATIO_EDGES.tolist()
-            values["ratio_histogram"] = {"edges": edges, "counts": counts.tolist()}
-        if "clip/pos_high" in values:
-            values["clip"] = values["clip/pos_high"] + values["clip/neg_low"]
-        record = self.logger.write(phase, step, values)
+        record = self.logger.write(phase, step, readable(values))
         names = ("reward", "entropy", "clip", "grad_norm", "tokens_per_second")
         self.progress.show(step, record, names)
+        limit = self.prepared.run.kl_warning
+        if (kl := record.get("rollout/kl")) is not None and kl > limit:
+            self.progress.note(
+                f"step {step}: its updates moved the policy by KL {kl:.3g} a token, over "
+                f"kl_warning {limit:g}; a lower learning rate or fewer updates keep it closer"
+            )
+
+    def rolled_out(self, done: Rollout) -> None:
+        if self.prepared.run.save_rollouts:
+            about = {
+                "model": dataclasses.asdict(self.prepared.cfg),
+                "config": config_record(self.prepared.run),
+            }
+            path = self.folder / "rollouts" / f"step-{done.number:05d}.npz"
+            save_rollout(path, done, about)
 
     def evaluate(self, state: TrainState, step: int) -> None:
         prepared, run = self.prepared, self.prepared.run
@@ -218,7 +247,8 @@ class RunHooks:
             for record in shown.records():
                 file.write(json.dumps({"step": step, **record}) + "\n")
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int, position: int, ahead: Sequence[Rollout]) -> None:
+        save_ahead(self.folder, step, position, ahead)
         record = self.prepared.fingerprint | {"model": dataclasses.asdict(self.prepared.cfg)}
         self.saves.save(step, state, record)
 
@@ -251,6 +281,9 @@ def train(
     if first >= run.steps:
         print(f"{folder} is at step {first} already; nothing is left to do")
     evaluated = rewind(folder, first)
+    position, ahead = load_ahead(folder, first, mesh)
+    # The weights that the run started from, kept beside those that move.
+    reference = initial_params(init, cfg, mesh, seed=run.seed) if run.objective.kl_coef else None
     sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
     truncation = Truncation(top_p=run.eval_top_p)
     # The noise of evaluations is the same for all seeds, as the questions are.
@@ -268,16 +301,21 @@ def train(
                 steps=run.steps, samples=run.samples, keep=run.problems_per_step,
                 updates=run.updates, max_tokens=run.max_tokens, temperature=run.temperature,
                 group_filter=run.group_filter, eval_every=run.eval_every, save_every=run.save_every,
+                minibatch_groups=run.minibatch_groups, rounds=run.rounds, epochs=run.epochs,
+                lag=run.lag, overlap=run.overlap, overlong=run.overlong,
             ),
             state=state, first_step=first, problems=prepared.stream, encode=hooks.encode,
             decode=hooks.decode, sampler=sampler, grade=math_rewards.grade_problem,
             reward=TRAINING_REWARDS[run.training_reward], objective=run.objective,
             layout=prepared.layout, score=make_scorer(cfg, temperature=run.temperature),
             step=make_step(
-                make_policy_loss(cfg, clip=run.clip, temperature=run.temperature),
+                make_policy_loss(
+                    cfg, clip=run.clip, objective=run.objective, temperature=run.temperature
+                ),
                 optimizer=optimizer,
             ),
             learning_rate=optim.make_schedule(run.optim, run.steps), mesh=mesh, hooks=hooks,
+            reference=reference, position=position, ahead=ahead,
         )  # fmt: skip
     done = saves.latest() or 0
     saves.close()
@@ -316,6 +354,8 @@ def execute(run: GppoRun) -> Outcome:
         if fresh and init is None and run.problems is None:
             init = run_sft.cached_start(run.sft_start(), tokenizer, mesh, interrupt)
             note_sft_run(folder, init)
+        elif init is None and run.problems is None and run.objective.kl_coef:
+            init = noted_sft_run(folder)
         elif fresh and init is None:
             print("starting from random weights: --problems is given and --init is not")
         state, results, done = train(prepared, mesh, folder, interrupt, init=init)
@@ -327,7 +367,7 @@ def execute(run: GppoRun) -> Outcome:
 
 def run_gppo(argv: Sequence[str]) -> int:
     """The command line."""
-    run = command_line(GPPO_PRESETS, argv)
+    run = command_line(GPPO_PRESETS, argv, with_algorithm)
     outcome = execute(run)
     print(f"report: {outcome.report}")
     check_learned(outcome.state)
@@ -343,6 +383,21 @@ def note_sft_run(folder: Path, sft: Path) -> None:
     path = folder / "config.json"
     record = json.loads(path.read_text(encoding="utf-8")) | {"sft_run": str(sft.absolute())}
     write_json(path, record)
+
+
+def noted_sft_run(folder: Path) -> Path:
+    """The SFT start of a run that is resumed, which is the reference of its KL term.
+
+    Raises:
+        UsageError: it is gone.
+    """
+    noted = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("sft_run")
+    if noted is None or not (Path(noted) / checkpoint.FOLDER).is_dir():
+        raise UsageError(
+            f"the run's KL term needs the weights that it started from, and {noted} is not there; "
+            "put it back, or start the run again"
+        )
+    return Path(noted)
 
 
 if __name__ == "__main__":

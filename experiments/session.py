@@ -46,8 +46,14 @@ class UsageError(ValueError):
     """Something the user can put right; shown without a traceback."""
 
 
-def command_line(presets: dict[str, Run], argv: Sequence[str]) -> Run:
-    """Read `[PRESET] --flag=value ...`. With --resume the config of --out is the default.
+def command_line(
+    presets: dict[str, Run],
+    argv: Sequence[str],
+    overlay: Callable[[Run, str], Run] | None = None,
+) -> Run:
+    """Read `[PRESET[+NAME]] --flag=value ...`. With --resume the config of --out is the default.
+
+    `overlay` lays what +NAME means over the preset.
 
     Raises:
         UsageError: no such preset, or a combination that cannot work.
@@ -56,9 +62,13 @@ def command_line(presets: dict[str, Run], argv: Sequence[str]) -> Run:
     name = "demo"
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
-    if name not in presets:
+    name, _, more = name.partition("+")
+    if name not in presets or (more and overlay is None):
         raise UsageError(f"no preset {name!r}; the presets are {', '.join(presets)}")
     default = presets[name]
+    if more and overlay is not None:
+        with usage_errors():
+            default = overlay(default, more)
     folder = _flag(argv, "--out")
     if any(a in ("--resume", "--resume=True") for a in argv) and folder is not None:
         default = saved_config(Path(folder), type(default))

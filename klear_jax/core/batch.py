@@ -48,5 +48,9 @@ class RolloutBatch:
     advantages: Float[Array, "b t"]
     old_logprobs: Float[Array, "b t"]
     """Nats, under the policy that sampled, recomputed by the trainer."""
+    old_entropy: Float[Array, "b t"]
+    """Nats, of the next-token distribution under that policy."""
+    reference_logprobs: Float[Array, "b t"]
+    """Nats, under the frozen reference; 0 where there is none."""
     sampler_logprobs: Float[Array, "b t"]
-    """Nats, as captured while sampling; a diagnostic."""
+    """Nats, as captured while sampling."""

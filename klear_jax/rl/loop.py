@@ -5,25 +5,35 @@ One step: sample every problem of the step G times, grade while others still dec
 that can teach something, pack them into mini-batches, recompute the old log-probs, and take one
 optimizer step on each. Everything the loop needs is an argument, so a notebook or a test can hand
 it fakes.
+
+How off-policy an update is has three dials: `updates` and `epochs` (later updates of a rollout see
+a policy that has moved), and `lag` (a rollout is sampled that many steps before it is trained on).
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from klear_jax.data.sources import ProblemStream
 from klear_jax.rewards.verdict import Kind, Verdict
-from klear_jax.rl import rollout
-from klear_jax.rl.rollout import Decode, Encode, Grader, Group, GroupFilter, Layout, Objective
+from klear_jax.rl import minibatch, rollout
+from klear_jax.rl.minibatch import Layout
+from klear_jax.rl.objective import Objective
+from klear_jax.rl.rollout import Decode, Encode, Grader, Group, GroupFilter, Overlong
+from klear_jax.rl.rollout_file import Rollout
+from klear_jax.rl.telemetry import drift
 from klear_jax.sampling.sampler import Sampler
 from klear_jax.train.state import TrainState
-from klear_jax.train.step import Step
+from klear_jax.train.step import Scorer, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +47,7 @@ class LoopConfig:
     keep: int
     """Most groups that are trained on; a larger rollout batch oversamples."""
     updates: int
-    """Mini-batches, and so optimizer updates, a rollout batch."""
+    """Mini-batches of a rollout batch."""
     max_tokens: int
     temperature: float
     group_filter: GroupFilter
@@ -45,6 +55,17 @@ class LoopConfig:
     """Steps between evaluations; 0 for none but the first and the last."""
     save_every: int
     """Steps between checkpoints; 0 for the last only."""
+    minibatch_groups: int | None = None
+    """Groups in a mini-batch, in place of an even split (`rl.minibatch.assemble`)."""
+    rounds: int = 1
+    """Most batches of problems that are sampled to find `keep` groups (dynamic sampling)."""
+    epochs: int = 1
+    """Passes over the mini-batches of a rollout batch, each in the same order."""
+    lag: int = 0
+    """Steps between sampling a rollout and training on it."""
+    overlap: bool = False
+    """Sample ahead in a thread while the updates run; needs a lag of at least 1."""
+    overlong: Overlong = dataclasses.field(default_factory=Overlong)
 
 
 class Hooks(Protocol):
@@ -52,9 +73,15 @@ class Hooks(Protocol):
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None: ...
 
+    def rolled_out(self, done: Rollout) -> None:
+        """A rollout is about to be trained on."""
+        ...
+
     def evaluate(self, state: TrainState, step: int) -> None: ...
 
-    def save(self, state: TrainState, step: int) -> None: ...
+    def save(self, state: TrainState, step: int, position: int, ahead: Sequence[Rollout]) -> None:
+        """Keep the state after `step` steps, and what was drawn and sampled ahead of them."""
+        ...
 
     def stop(self) -> bool:
         """Whether to end after the step that has just been taken."""
@@ -74,45 +101,58 @@ def train_gppo(
     reward: Callable[[Kind, Verdict], float],
     objective: Objective,
     layout: Layout,
-    score: Callable[[Any, Any, int], jax.Array],
+    score: Scorer,
     step: Step,
     learning_rate: Callable[[int], float],
     mesh: Mesh,
     hooks: Hooks,
+    reference: Any = None,
+    position: int | None = None,
+    ahead: Sequence[Rollout] = (),
 ) -> TrainState:
-    """Run steps `first_step` .. `cfg.steps - 1` and return the final state."""
+    """Run steps `first_step` .. `cfg.steps - 1` and return the final state.
+
+    Args:
+        reference: parameters of the frozen reference, where the objective has a KL term.
+        position, ahead: of a resumed run, as `Hooks.save` got them.
+    """
+    queue = collections.deque(ahead)
+    drawn = first_step if position is None else position
+
+    def sample_ahead(first: int, last: int, params: Any) -> None:
+        """Fill the queue, which starts at step `first`, up to step `last`, all under `params`."""
+        nonlocal drawn
+        for number in range(first + len(queue), min(last, cfg.steps - 1) + 1):
+            made = roll_out(
+                cfg, number, drawn, params, problems, encode, decode, sampler, grade, reward,
+                objective, layout, score, mesh, reference,
+            )  # fmt: skip
+            drawn = made.position
+            queue.append(made)
+
     for number in range(first_step, cfg.steps):
         start = time.monotonic()
-        groups = sample_groups(cfg, number, state, problems(number), encode, decode, sampler, grade)
-        sampled = time.monotonic()
+        # With a lag, rollouts wait in the queue: step n trains on what step n - lag sampled.
+        sample_ahead(number, number if cfg.overlap else number + cfg.lag, state.params)
+        rolled = queue.popleft()
+        hooks.rolled_out(rolled)
+        rate = learning_rate(number)
+        with concurrent.futures.ThreadPoolExecutor(1) as beside:
+            job = None
+            if cfg.overlap:
+                # The step gives the buffers of its state away, so the sampler gets its own.
+                params = jax.tree.map(jnp.copy, state.params)
+                run = functools.partial(_in_mesh, mesh, sample_ahead)
+                job = beside.submit(run, number + 1, number + cfg.lag, params)
+            state, values = take_updates(cfg, state, rolled, step, score, rate)
+            if job is not None:
+                job.result()
 
-        rewards = rollout.training_rewards(groups, reward)
-        kept = rollout.keep_informative(groups, rewards, cfg.group_filter, cfg.keep)
-        minibatches = rollout.assemble(
-            [groups[i] for i in kept], rewards[kept], objective,
-            updates=cfg.updates, layout=layout, max_tokens=cfg.max_tokens,
-        )  # fmt: skip
-        # All old log-probs come from the policy that sampled, so before the first update.
-        score_now = functools.partial(score, state.params)
-        scored = list(rollout.with_old_logprobs(minibatches, score_now, mesh))
-
-        rate, updates = learning_rate(number), []
-        for minibatch in scored:
-            state, metrics = step(state, minibatch.batch, minibatch.microbatches, rate)
-            updates.append(metrics)
-        values = merge_updates(jax.device_get(updates))
-        trained = time.monotonic()
-
-        values |= rollout.summarise(groups, rewards, kept)
-        values |= {
+        seconds = time.monotonic() - start
+        values |= rolled.values | {
             "lr": rate,
-            "updates": len(updates) - values["updates_skipped"],
-            "padding_share": np.mean([m.padding_share for m in minibatches])
-            if minibatches
-            else 0.0,
-            "seconds/sample": sampled - start,
-            "seconds/train": trained - sampled,
-            "tokens_per_second": values["tokens/sampled"] / (trained - start),
+            "seconds/step": seconds,
+            "tokens_per_second": rolled.values["tokens/sampled"] / seconds,
         }
         done = number + 1
         hooks.log("rl", done, values)
@@ -121,23 +161,98 @@ def train_gppo(
         if last or (not stop and cfg.eval_every and done % cfg.eval_every == 0):
             hooks.evaluate(state, done)
         if last or stop or (cfg.save_every and done % cfg.save_every == 0):
-            hooks.save(state, done)
+            hooks.save(state, done, drawn, tuple(queue))
         if stop:
             break
     return state
 
 
+def _in_mesh(mesh: Mesh, function: Callable, *args: Any) -> None:
+    """Call a function in a thread, which does not inherit the mesh."""
+    with jax.set_mesh(mesh):
+        function(*args)
+
+
+def take_updates(
+    cfg: LoopConfig, state: TrainState, rolled: Rollout, step: Step, score: Scorer, rate: float
+) -> tuple[TrainState, dict[str, Any]]:
+    """`epochs` passes over the mini-batches of a rollout, and how far they moved the policy."""
+    start = time.monotonic()
+    updates = []
+    for _ in range(cfg.epochs):
+        for piece in rolled.minibatches:
+            state, metrics = step(state, piece.batch, piece.microbatches, rate)
+            updates.append(metrics)
+    values = merge_updates(jax.device_get(updates))
+    if rolled.minibatches:
+        # The first mini-batch: all the other updates came after its own.
+        piece = rolled.minibatches[0]
+        logprobs, _ = score(state.params, piece.batch, piece.microbatches)
+        values |= jax.device_get(drift(logprobs, piece.batch))
+    return state, values | {
+        "updates": len(updates) - values["updates_skipped"],
+        "updates_missing": cfg.updates * cfg.epochs - len(updates),
+        "padding_share": np.mean([m.padding_share for m in rolled.minibatches] or [0.0]),
+        "seconds/train": time.monotonic() - start,
+    }
+
+
+def roll_out(
+    cfg: LoopConfig, number: int, position: int, params: Any, problems, encode, decode, sampler,
+    grade, reward, objective, layout, score, mesh, reference,
+) -> Rollout:  # fmt: skip
+    """Sample, grade, filter and pack the rollout of step `number` under `params`.
+
+    Batches of problems are drawn from `position` on, at most `cfg.rounds` of them, until `cfg.keep`
+    groups pass the filter. If they do not, the groups there are make the step; with none it takes
+    no update.
+    """
+    start = time.monotonic()
+    groups: list[Group] = []
+    rounds = 0
+    while True:
+        drawn = position + rounds
+        new = problems(drawn)
+        groups += sample_groups(cfg, drawn, params, new, encode, decode, sampler, grade)
+        rounds += 1
+        rewards = rollout.training_rewards(groups, reward, cfg.overlong, cfg.max_tokens)
+        valid = rollout.trainable(groups, cfg.overlong)
+        kept = rollout.keep_informative(groups, rewards, valid, cfg.group_filter, cfg.keep)
+        if len(kept) == cfg.keep or rounds == cfg.rounds:
+            break
+    minibatches = minibatch.assemble(
+        [groups[i] for i in kept], rewards[kept], valid[kept], objective, updates=cfg.updates,
+        minibatch_groups=cfg.minibatch_groups, layout=layout, max_tokens=cfg.max_tokens,
+    )  # fmt: skip
+    # Old log-probs come from the policy that sampled, so before any update.
+    scored = minibatch.with_old_logprobs(
+        minibatches, functools.partial(score, params), mesh,
+        reference=None if reference is None else functools.partial(score, reference),
+    )  # fmt: skip
+    values = rollout.summarise(groups, rewards, valid, kept)
+    done = tuple(scored)
+    values |= {"rounds": rounds, "seconds/sample": time.monotonic() - start}
+    return Rollout(number, position + rounds, done, values)
+
+
 def sample_groups(
-    cfg: LoopConfig, number: int, state: TrainState, batch, encode, decode, sampler, grade
+    cfg: LoopConfig, position: int, params: Any, batch, encode, decode, sampler, grade
 ) -> list[Group]:
-    """Roll the step's problems out under the current parameters."""
+    """Complete the problems of one batch under `params`; its position names the noise."""
     requests = rollout.make_requests(
-        batch, encode, step=number, samples=cfg.samples,
+        batch, encode, step=position, samples=cfg.samples,
         max_tokens=cfg.max_tokens, temperature=cfg.temperature,
     )  # fmt: skip
-    sampler.params = state.params
+    sampler.params = params
     completions = sampler.sample(requests)
     return rollout.collect(batch, requests, completions, decode=decode, grade=grade)
+
+
+BY_UPDATE = (
+    "loss", "grad_norm", "entropy", "kl", "clip", "clip/pos_high", "clip/neg_low",
+    "outside/pos_low", "outside/neg_high", "mass/clipped", "mass/lost", "ratio/max",
+)  # fmt: skip
+"""Metrics that are also reported update by update, in the order in which they were taken."""
 
 
 def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
@@ -154,7 +269,7 @@ def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         values = np.stack([u[name] for u in taken])
         if name == "updates_skipped":
             continue
-        if name in ("ratio_histogram", "tokens/trained"):
+        if values.ndim > 1 or name == "tokens/trained":
             merged[name] = values.sum(axis=0)
         elif name.endswith("max"):
             merged[name] = values.max()
@@ -162,4 +277,7 @@ def merge_updates(updates: list[dict[str, np.ndarray]]) -> dict[str, Any]:
             known = values[~np.isnan(values)]
             merged[name] = known.mean() if known.size else np.nan
     merged["grad_norm_max"] = max(float(u["grad_norm"]) for u in taken)
+    for name in BY_UPDATE:
+        if name in updates[0]:
+            merged[f"by_update/{name}"] = [float(u[name]) for u in updates]
     return merged

@@ -22,6 +22,8 @@ every weight in a batch is normalised over the whole mini-batch beforehand."""
 
 Step = Callable[[TrainState, Any, Int[Array, ""] | int, float], tuple[TrainState, dict[str, Array]]]
 
+Scorer = Callable[[Params, Any, Int[Array, ""] | int], tuple[Array, Array]]
+
 
 def make_step(loss_fn: LossFn, *, optimizer: optax.GradientTransformation) -> Step:
     """A jitted `step(state, batch, microbatches, learning_rate) -> (state, metrics)`.
@@ -82,8 +84,8 @@ def loss_and_gradient(
     return jax.lax.fori_loop(0, microbatches, add, zero)
 
 
-def make_scorer(cfg: ModelConfig, *, temperature: float):
-    """A jitted `score(params, batch, microbatches) -> log-probs [m, b, t]` of a batch's targets.
+def make_scorer(cfg: ModelConfig, *, temperature: float) -> Scorer:
+    """A jitted `score(params, batch, microbatches) -> (log-probs, entropies)`, each `[m, b, t]`.
 
     The same operator as in the loss, so an unchanged policy has ratio 1. Pieces beyond
     `microbatches` are left 0.
@@ -94,13 +96,17 @@ def make_scorer(cfg: ModelConfig, *, temperature: float):
         return linear_logprob(
             hidden, qwen3.unembed(params), piece.targets,
             live_vocab=cfg.live_vocab, needed=piece.mask, temperature=temperature,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def score(params, batch, microbatches):
         def fill(number, out):
             piece = jax.tree.map(lambda x: x[number], batch)
-            return jax.lax.dynamic_update_index_in_dim(out, one(params, piece), number, 0)
+            return jax.tree.map(
+                lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, number, 0),
+                out, one(params, piece),
+            )  # fmt: skip
 
-        return jax.lax.fori_loop(0, microbatches, fill, jnp.zeros_like(batch.loss_weights))
+        empty = jnp.zeros_like(batch.loss_weights)
+        return jax.lax.fori_loop(0, microbatches, fill, (empty, empty))
 
     return jax.jit(score)

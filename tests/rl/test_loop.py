@@ -24,7 +24,8 @@ from klear_jax.rewards.verdict import Format, Reason, Verdict
 from klear_jax.rl import loop
 from klear_jax.rl.loop import LoopConfig, train_gppo
 from klear_jax.rl.loss import make_policy_loss
-from klear_jax.rl.rollout import Layout, Objective
+from klear_jax.rl.minibatch import Layout
+from klear_jax.rl.objective import Objective
 from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling import engine as engine_lib
 from klear_jax.sampling.engine import EngineConfig
@@ -70,6 +71,7 @@ class Fakes:
         self.stop_after, self.steps, self.skipped = stop_after, 0, skipped
         self.logged = []
         self.noise = []
+        self.trained_on, self.saved = [], []
 
     def problems(self, number):
         self.events.append(("problems", number))
@@ -87,7 +89,7 @@ class Fakes:
 
     def score(self, params, batch, microbatches):
         self.events.append(("score", params))
-        return jnp.full(batch.old_logprobs.shape, float(params))
+        return (jnp.full(batch.old_logprobs.shape, float(params)),) * 2
 
     def step(self, state, batch, microbatches, rate):
         old = set(np.unique(batch.old_logprobs).tolist())
@@ -107,8 +109,12 @@ class Fakes:
     def evaluate(self, state, step):
         self.events.append(("evaluate", state.params, step))
 
-    def save(self, state, step):
+    def rolled_out(self, done):
+        self.trained_on.append(done)
+
+    def save(self, state, step, position, ahead):
         self.events.append(("save", state.params, step))
+        self.saved.append((position, tuple(ahead)))
 
     def stop(self):
         self.steps += 1
@@ -136,7 +142,8 @@ def test_order_of_calls():
             # Both old log-probs come from the policy that sampled.
             ("score", p), ("score", p),
             ("step", p, {float(p)}, n / 10, 1), ("step", p + 1, {float(p)}, n / 10, 1),
-            ("log", n + 1),
+            # How far the policy moved, on the first mini-batch.
+            ("score", p + 2), ("log", n + 1),
         ]  # fmt: skip
         expected += [("evaluate", p + 2, n + 1)] if n + 1 in (2, 4) else []
         expected += [("save", p + 2, n + 1)] if n + 1 in (3, 4) else []
@@ -210,6 +217,7 @@ def test_steps_in_which_nothing_can_be_learned(verdict):
         assert values["groups/informative"] == 0
         assert values["invalid"] == (8 if verdict is None else 0)
         assert values["padding_share"] == 0
+        assert values["updates_missing"] == 2
         finite = {k for k, v in values.items() if np.isfinite(v)}
         assert values.keys() - finite == (
             set() if verdict else {"reward", "accuracy", "groups/expected_informative"}
@@ -242,6 +250,7 @@ def test_no_update_of_a_step_has_a_value():
     skipped = {"updates_skipped": 1, "grad_norm": nan, "nll_positive": 9.0}
     taken = {"updates_skipped": 0, "grad_norm": 1.0, "nll_positive": 2.0}
     merged = loop.merge_updates([taken, skipped])
+    assert merged.pop("by_update/grad_norm")[0] == 1.0
     assert merged == {
         "updates_skipped": 1, "grad_norm": 1.0, "nll_positive": 2.0, "grad_norm_max": 1.0
     }  # fmt: skip
@@ -277,7 +286,7 @@ ENGINE = EngineConfig(
     slots=8, length=64, stop_ids=(*TOKENIZER.stop_ids, *range(0, 250, 12)), prefill_rows=4
 )
 LAYOUT = Layout(row_tokens=64, rows=4, microbatches=2)
-TIMES = ("seconds/sample", "seconds/train", "tokens_per_second")
+TIMES = ("seconds/sample", "seconds/train", "seconds/step", "tokens_per_second")
 
 
 @functools.cache
@@ -295,7 +304,7 @@ def even(problem, text):
 
 class RealHooks:
     def __init__(self, folder=None, stop_at=None):
-        self.lines = []
+        self.lines, self.ahead = [], {}
         self.saves = Checkpoints(folder) if folder else None
         self.stop_at = stop_at
 
@@ -305,7 +314,11 @@ class RealHooks:
     def evaluate(self, state, step):
         pass
 
-    def save(self, state, step):
+    def rolled_out(self, done):
+        pass
+
+    def save(self, state, step, position, ahead):
+        self.ahead[step] = (position, ahead)
         if self.saves:
             self.saves.save(step, state, {"model": model_record(CFG)})
 
@@ -390,7 +403,7 @@ def test_every_ratio_of_the_first_update_is_one():
     seen = []
 
     def step(state, batch, microbatches, rate):
-        gap = jnp.abs(score(state.params, batch, microbatches) - batch.old_logprobs)
+        gap = jnp.abs(score(state.params, batch, microbatches)[0] - batch.old_logprobs)
         seen.append(float(jnp.where(batch.mask, gap, 0).max()))
         return parts()[1](state, batch, microbatches, rate)
 

@@ -9,8 +9,11 @@ import pytest
 
 from klear_jax.data.problems import Message, Problem
 from klear_jax.rewards.verdict import Format, Reason, Verdict
+from klear_jax.rl import minibatch as minibatch_lib
 from klear_jax.rl import rollout
-from klear_jax.rl.rollout import Group, Layout, Objective
+from klear_jax.rl.minibatch import Layout
+from klear_jax.rl.objective import Objective
+from klear_jax.rl.rollout import Group, Overlong
 from klear_jax.sampling.sampler import Completion
 
 END = 0
@@ -38,12 +41,25 @@ def group_of(name, marks, lengths=None, prompt=(7, 8, 9)):
 
 
 def rewards_of(groups):
-    return rollout.training_rewards(groups, lambda kind, verdict: verdict.reward)
+    return rollout.training_rewards(groups, lambda kind, verdict: verdict.reward, Overlong(), 10)
+
+
+def valid_of(groups):
+    return rollout.trainable(groups, Overlong())
+
+
+def kept_of(groups, rewards, group_filter, limit):
+    valid = valid_of(groups)
+    return rollout.keep_informative(groups, rewards, valid, group_filter, limit)
+
+
+def summary_of(groups, kept):
+    return rollout.summarise(groups, rewards_of(groups), valid_of(groups), kept)
 
 
 def assembled(groups, updates, layout=LAYOUT, max_tokens=10, **objective):
-    return rollout.assemble(
-        groups, rewards_of(groups), Objective(**objective),
+    return minibatch_lib.assemble(
+        groups, rewards_of(groups), valid_of(groups), Objective(**objective),
         updates=updates, layout=layout, max_tokens=max_tokens,
     )  # fmt: skip
 
@@ -186,23 +202,23 @@ def test_an_interrupt_does_not_wait_for_the_queue():
 def test_filter_keeps_what_can_teach_in_order_without_refill():
     groups = [group_of(i, m) for i, m in enumerate(["++", "+-", "--", "-+", "?+", "+-", "??"])]
     rewards = rewards_of(groups)
-    assert rollout.keep_informative(groups, rewards, "reward", 9) == [1, 3, 5]
-    assert rollout.keep_informative(groups, rewards, "reward", 2) == [1, 3]
-    assert rollout.keep_informative(groups, rewards, "accuracy", 9) == [1, 3, 5]
-    assert rollout.keep_informative(groups[:1], rewards[:1], "reward", 9) == []
+    assert kept_of(groups, rewards, "reward", 9) == [1, 3, 5]
+    assert kept_of(groups, rewards, "reward", 2) == [1, 3]
+    assert kept_of(groups, rewards, "accuracy", 9) == [1, 3, 5]
+    assert kept_of(groups[:1], rewards[:1], "reward", 9) == []
 
 
 def test_filter_none_keeps_all_but_groups_without_a_valid_sample():
     groups = [group_of(i, m) for i, m in enumerate(["??", "++", "?-", "--"])]
-    assert rollout.keep_informative(groups, rewards_of(groups), "none", 9) == [1, 2, 3]
+    assert kept_of(groups, rewards_of(groups), "none", 9) == [1, 2, 3]
 
 
 def test_accuracy_filter_looks_at_correctness_and_reward_filter_at_rewards():
     """Two wrong answers of which one has no think block: rewards differ, correctness does not."""
     groups = [group_of(0, "--"), group_of(1, "++")]
     rewards = np.array([[-1.0, -0.5], [1.0, -1.0]])
-    assert rollout.keep_informative(groups, rewards, "reward", 9) == [0, 1]
-    assert rollout.keep_informative(groups, rewards, "accuracy", 9) == []
+    assert kept_of(groups, rewards, "reward", 9) == [0, 1]
+    assert kept_of(groups, rewards, "accuracy", 9) == []
 
 
 # --- mini-batches -----------------------------------------------------------------------------
@@ -251,11 +267,17 @@ def test_token_weights_by_hand():
     lengths, losses = np.array([2, 6]), np.array([1.0, 3.0])
 
     def value(aggregation):
-        return (rollout.token_weights(lengths, aggregation, 8) * lengths * losses).sum()
+        return (minibatch_lib.token_weights(lengths, aggregation, 8) * lengths * losses).sum()
 
-    np.testing.assert_allclose(rollout.token_weights(lengths, "token_mean", 8), [1 / 8, 1 / 8])
-    np.testing.assert_allclose(rollout.token_weights(lengths, "sequence_mean", 8), [1 / 4, 1 / 12])
-    np.testing.assert_allclose(rollout.token_weights(lengths, "constant", 8), [1 / 16, 1 / 16])
+    np.testing.assert_allclose(
+        minibatch_lib.token_weights(lengths, "token_mean", 8), [1 / 8, 1 / 8]
+    )
+    np.testing.assert_allclose(
+        minibatch_lib.token_weights(lengths, "sequence_mean", 8), [1 / 4, 1 / 12]
+    )
+    np.testing.assert_allclose(
+        minibatch_lib.token_weights(lengths, "constant", 8), [1 / 16, 1 / 16]
+    )
     assert value("token_mean") == pytest.approx(2.5)
     assert value("sequence_mean") == pytest.approx(2.0)
     assert value("constant") == pytest.approx(1.25)
@@ -311,8 +333,8 @@ def test_no_positive_sample_gives_no_weight_and_no_nan():
 def test_positive_threshold():
     group = group_of(0, "--")
     rewards = np.array([[0.5, 0.25]])
-    (minibatch,) = rollout.assemble(
-        [group], rewards, Objective(positive_threshold=0.5),
+    (minibatch,) = minibatch_lib.assemble(
+        [group], rewards, valid_of([group]), Objective(positive_threshold=0.5),
         updates=1, layout=LAYOUT, max_tokens=10,
     )  # fmt: skip
     assert (minibatch.batch.positive_weights > 0).sum() == 3
@@ -355,7 +377,7 @@ def test_a_sequence_longer_than_a_row_is_refused():
 
 
 def test_negative_alpha_is_refused():
-    with pytest.raises(ValueError, match=r"positive_nll -0\.1 must be >= 0"):
+    with pytest.raises(ValueError, match=r"positive_nll -0\.1: must be >= 0"):
         Objective(positive_nll=-0.1)
 
 
@@ -367,16 +389,18 @@ def test_summary_by_hand():
     cut = groups[1].completions
     cut = (*cut[:3], Completion("1/3", cut[3].tokens, cut[3].logprobs, "length"))
     groups[1] = Group(groups[1].problem, groups[1].prompt, cut, groups[1].texts, groups[1].verdicts)
-    values = rollout.summarise(groups, rewards_of(groups), [0])
+    values = summary_of(groups, [0])
     seventh = 1 / 7
     assert values == {
         "reward": pytest.approx(seventh),
         "accuracy": pytest.approx(seventh),
         "groups/informative": 0.5,
         "groups/expected_informative": pytest.approx(1 - seventh**4 - (1 - seventh) ** 4),
+        "groups/sampled": 2,
         "groups/trained": 1,
         "invalid": 1,
         "invalid_share": 1 / 8,
+        "overlong_filtered": 0,
         "length/mean": 4.0,
         "length/max": 8,
         "truncated": 1 / 8,
@@ -389,13 +413,13 @@ def test_expected_share_of_informative_groups():
     marks = "+" * 1819 + "-" * (10_000 - 1819)
     for size, expected in ((2, 0.298), (8, 0.80)):
         groups = [group_of(i, marks[i * size : (i + 1) * size]) for i in range(10_000 // size)]
-        values = rollout.summarise(groups, rewards_of(groups), [])
+        values = summary_of(groups, [])
         assert values["groups/expected_informative"] == pytest.approx(expected, abs=2e-3)
 
 
 def test_summary_of_nothing_valid_has_counts_and_no_warning():
     groups = [group_of(0, "??")]
-    values = rollout.summarise(groups, rewards_of(groups), [])
+    values = summary_of(groups, [])
     assert np.isnan(values["reward"])
     assert np.isnan(values["accuracy"])
     assert (values["invalid"], values["groups/informative"], values["groups/trained"]) == (2, 0, 0)
