@@ -234,11 +234,12 @@ class GppoRun(Common):
                 f"lag {self.lag} must be >= 0, and overlap needs a lag of at least 1: what is "
                 "sampled during an update cannot come from the weights after it"
             )
-        single = self.objective.advantage != "batch_normalised"
-        if self.samples == 1 and single:
+        within = self.objective.advantage != "batch_normalised"
+        if self.samples == 1 and within and not self.objective.positive_nll:
             raise ValueError(
-                f"samples 1 gives every sample the advantage 0 under {self.objective.advantage}; "
-                "use samples >= 2, or the advantage batch_normalised"
+                f"samples 1 gives every sample the advantage 0 under {self.objective.advantage}, "
+                "and positive_nll is 0: nothing would be learned; use samples >= 2, or the "
+                "advantage batch_normalised"
             )
 
     def _check_overlong(self) -> None:
@@ -246,11 +247,6 @@ class GppoRun(Common):
             raise ValueError(
                 f"overlong buffer {self.overlong.buffer} is longer than max_tokens "
                 f"{self.max_tokens}"
-            )
-        if self.overlong.filter and self.overlong.buffer and self.overlong.buffer == 1:
-            raise ValueError(
-                "an overlong buffer of 1 token is a penalty on cut completions only, and the "
-                "overlong filter leaves those out"
             )
 
     def sft_start(self) -> SftRun:

@@ -35,9 +35,13 @@ programs."""
 LOCK = ".lock"
 """A file that is locked while a process runs in the folder."""
 
-MAY_DIFFER = ("out", "resume", "steps", "mesh", "cpu_devices", "eval_every", "save_every", "slots")
+MAY_DIFFER = (
+    "out", "resume", "steps", "mesh", "cpu_devices", "eval_every", "save_every", "slots",
+    "overlap", "kl_warning", "save_rollouts", "preflight",
+)  # fmt: skip
 """Fields that may change when a run is resumed: they change no step that was taken. Another number
-of steps bends what is left of a cosine schedule."""
+of steps bends what is left of a cosine schedule, and a run with a lag has sampled nothing ahead of
+its last step."""
 
 Run = TypeVar("Run", bound=Common)
 

@@ -2,20 +2,26 @@
 """The presets of the paper and of its released code against tables typed from klear_spec.md."""
 
 import dataclasses
+import math
 
 import inputs
 import pytest
+from algorithms import ALGORITHMS, with_algorithm
 from configs import EVAL_PRESETS, GPPO_PRESETS, SFT_PRESETS, EvalRun, GppoRun, SftRun
 from jax.sharding import AbstractMesh
-from session import UsageError
+from session import UsageError, command_line
 
 from klear_jax.core.mesh import AXES, MeshSpec, check_divides
 from klear_jax.model.config import QWEN3
+from klear_jax.rl.objective import Objective
+from klear_jax.rl.rollout import Overlong
+from klear_jax.rl.surrogates import Clip
 from klear_jax.train.optim import make_schedule
 
 MACHINE = (
     "mesh", "cpu_devices", "dtype", "microbatch_rows", "slots", "seed", "out", "resume", "init",
-    "tasks", "problems", "heldout", "eval_problems", "sft",
+    "tasks", "problems", "heldout", "eval_problems", "sft", "overlap", "kl_warning",
+    "save_rollouts", "preflight",
 )  # fmt: skip
 """Fields that say where and on what a run is done."""
 
@@ -33,12 +39,33 @@ PAPER_MATH = {
     "temperature": 1.0,
     "group_filter": "reward",
     "training_reward": "paper",
-    "clip": {"low": 0.2, "high": 0.28, "dual": None, "variant": "gppo"},
+    "rounds": 1,
+    "minibatch_groups": None,
+    "epochs": 1,
+    "lag": 0,
+    "overlong": {"buffer": 0, "factor": 1.0, "filter": False},
+    "clip": {
+        "low": 0.2,
+        "high": 0.28,
+        "dual": None,
+        "variant": "gppo",
+        "level": "token",
+        "beta_low": 1.0,
+        "beta_high": 1.0,
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+    },
     "objective": {
         "advantage": "group_normalised",
         "aggregation": "token_mean",
         "positive_nll": 0.1,
         "positive_threshold": 1.0,
+        "kl_coef": 0.0,
+        "kl_estimator": "k3",
+        "entropy_coef": 0.0,
+        "tis": "none",
+        "tis_cap": 2.0,
+        "erc": None,
     },
     "optim": {
         "learning_rate": 1e-6,
@@ -82,8 +109,8 @@ RELEASED = {
 TABLES = {
     "klear_8b_math": PAPER_MATH,
     "klear_8b_code": changed(PAPER_MATH, **CODE),
-    "klear_8b_math_released": changed(PAPER_MATH, **RELEASED),
-    "klear_8b_code_released": changed(PAPER_MATH, **CODE, **RELEASED),
+    "klear_8b_math_released": changed(PAPER_MATH, **RELEASED, minibatch_groups=16),
+    "klear_8b_code_released": changed(PAPER_MATH, **CODE, **RELEASED, minibatch_groups=32),
 }
 
 
@@ -156,6 +183,22 @@ def test_evaluation_samples_as_the_paper_does():
         (GppoRun, {"microbatch_rows": 0}, "microbatch_rows 0"),
         (GppoRun, {"seed": -1}, "seed -1"),
         (GppoRun, {"resume": True}, "--resume needs --out"),
+        (GppoRun, {"lag": -1}, "lag -1"),
+        (GppoRun, {"overlap": True}, "overlap needs a lag of at least 1"),
+        (GppoRun, {"rounds": 2, "group_filter": "none"}, "rounds 2 has no effect"),
+        (GppoRun, {"rounds": 0}, "rounds 0"),
+        (GppoRun, {"epochs": 0}, "epochs 0"),
+        (GppoRun, {"minibatch_groups": 5}, "into 7 mini-batches, and updates is 4"),
+        (GppoRun, {"minibatch_groups": 0}, "minibatch_groups 0"),
+        (GppoRun, {"kl_warning": 0.0}, "kl_warning 0.0"),
+        (GppoRun, {"overlong": Overlong(buffer=36)}, "overlong buffer 36 is longer"),
+        (GppoRun, {"clip": Clip(variant="cispo", dual=10.0)}, "dual 10.0 has no effect on"),
+        (GppoRun, {"clip": Clip(level="geometric")}, "goes with variant unclipped"),
+        (
+            GppoRun,
+            {"samples": 1, "group_filter": "none", "objective": Objective(positive_nll=0.0)},
+            "nothing would be learned",
+        ),
         (SftRun, {"batch": 0}, "batch 0"),
         (SftRun, {"save_every": -2}, "save_every -2"),
         (EvalRun, {"samples": 0}, "samples 0"),
@@ -192,3 +235,55 @@ def test_the_printed_mesh_cuts_the_presets(name):
     check_divides(mesh, QWEN3[run.model].axis_sizes_cut)
     with pytest.raises(UsageError, match="the mesh cuts batch"):
         inputs.microbatch_rows(dataclasses.replace(run, microbatch_rows=8), mesh, run.row_tokens)
+
+
+# (variant, level, advantage, aggregation, KL, alpha, filter): what the papers say of each.
+ALGORITHM_TABLE = {
+    "grpo": ("ppo", "token", "group_normalised", "sequence_mean", "k3", "reward"),
+    "dapo": ("ppo", "token", "group_normalised", "token_mean", None, "accuracy"),
+    "dr_grpo": ("ppo", "token", "mean_centred", "constant", None, "none"),
+    "gspo": ("ppo", "sequence", "group_normalised", "sequence_mean", None, "reward"),
+    "gspo_token": ("ppo", "sequence_token", "group_normalised", "sequence_mean", None, "reward"),
+    "gmpo": ("unclipped", "geometric", "group_normalised", "sequence_mean", None, "reward"),
+    "rloo": ("reinforce", "token", "leave_one_out", "constant", None, "none"),
+    "reinforce_pp": ("ppo", "token", "batch_normalised", "token_mean", "k2", "none"),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TABLE)
+@pytest.mark.parametrize("preset", ["demo", "klear_8b_math"])
+def test_algorithms(name, preset):
+    run = with_algorithm(GPPO_PRESETS[preset], name)
+    clip, objective = run.clip, run.objective
+    kl = objective.kl_estimator if objective.kl_coef else None
+    assert ALGORITHM_TABLE[name] == (
+        clip.variant, clip.level, objective.advantage, objective.aggregation, kl, run.group_filter
+    )  # fmt: skip
+    assert objective.positive_nll == 0
+    # Nothing but the objective changes.
+    changed_fields = {
+        field.name for field in dataclasses.fields(run)
+        if getattr(run, field.name) != getattr(GPPO_PRESETS[preset], field.name)
+    }  # fmt: skip
+    assert changed_fields <= {"clip", "objective", "group_filter", "rounds"}
+
+
+def test_widths_of_the_algorithms():
+    clips = {name: fields["clip"] for name, fields in ALGORITHMS.items()}
+    assert ALGORITHMS.keys() == ALGORITHM_TABLE.keys()
+    assert (clips["dapo"].low, clips["dapo"].high) == (0.2, 0.28)
+    for name in ("gspo", "gspo_token"):
+        assert (clips[name].low, clips[name].high) == (3e-4, 4e-4)
+    bounds = [math.log(1 - clips["gmpo"].low), math.log(1 + clips["gmpo"].high)]
+    assert bounds == pytest.approx([-0.4, 0.4], abs=1e-5)
+    with pytest.raises(ValueError, match=r"no algorithm 'ppo2'; the algorithms are grpo, dapo"):
+        with_algorithm(GppoRun(), "ppo2")
+
+
+def test_an_algorithm_on_the_command_line():
+    run = command_line(GPPO_PRESETS, ["demo+gspo", "--clip.low=0.03", "--steps=2"], with_algorithm)
+    assert (run.clip.low, run.clip.high, run.clip.level, run.steps) == (0.03, 4e-4, "sequence", 2)
+    with pytest.raises(UsageError, match="no algorithm 'nope'"):
+        command_line(GPPO_PRESETS, ["demo+nope"], with_algorithm)
+    with pytest.raises(UsageError, match="no preset 'demo"):
+        command_line(SFT_PRESETS, ["demo+gspo"])

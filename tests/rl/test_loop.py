@@ -26,6 +26,7 @@ from klear_jax.rl.loop import LoopConfig, train_gppo
 from klear_jax.rl.loss import make_policy_loss
 from klear_jax.rl.minibatch import Layout
 from klear_jax.rl.objective import Objective
+from klear_jax.rl.rollout_file import load_rollout, save_rollout
 from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling import engine as engine_lib
 from klear_jax.sampling.engine import EngineConfig
@@ -274,6 +275,110 @@ def test_grading_overlaps_decoding():
     fakes.run(dataclasses.replace(CONFIG, steps=1))
 
 
+# --- how off-policy an update is ---------------------------------------------------------------
+
+
+def steps_of(fakes):
+    """(updates taken before, updates the old policy had taken) of every optimizer step."""
+    return [(event[1], *event[2]) for event in fakes.events if event[0] == "step"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lag", [1, 2, 7])
+def test_lag_is_exact(lag, overlap):
+    """Step n trains on what the policy of step n - lag sampled, two updates a step."""
+    fakes = Fakes()
+    fakes.run(dataclasses.replace(CONFIG, lag=lag, overlap=overlap))
+    expected = [(2 * n + k, 2 * max(n - lag, 0)) for n in range(4) for k in range(2)]
+    assert steps_of(fakes) == expected
+    # Each batch of problems was drawn once, and none for steps that do not come.
+    assert happened(fakes, "problems") == [0, 1, 2, 3]
+    assert [r.number for r in fakes.trained_on] == [0, 1, 2, 3]
+    # What waits is handed to each save, which comes after steps 3 and 4.
+    waiting = [[r.number for r in ahead] for _, ahead in fakes.saved]
+    assert waiting == [[3], []]
+
+
+def test_epochs_and_updates_are_exact():
+    fakes = Fakes()
+    fakes.run(dataclasses.replace(CONFIG, epochs=3, steps=2))
+    assert steps_of(fakes) == [(6 * n + k, 6 * n) for n in range(2) for k in range(6)]
+    for _, _, values in fakes.logged:
+        assert values["updates"] == 6
+        assert values["updates_missing"] == 0
+        assert len(values["by_update/loss"]) == 6
+
+
+def test_metrics_by_update_are_in_order():
+    fakes = Fakes()
+    fakes.run(dataclasses.replace(CONFIG, epochs=2, steps=1))
+    assert fakes.logged[0][2]["by_update/loss"] == [0, 1, 2, 3]
+
+
+def test_fewer_groups_than_updates():
+    """Three groups and five updates: one group each, and the metric says what is missing."""
+    fakes = Fakes()
+    fakes.run(dataclasses.replace(CONFIG, updates=5, steps=1))
+    assert [len(fakes.trained_on[0].minibatches), len(steps_of(fakes))] == [3, 3]
+    assert fakes.logged[0][2]["updates_missing"] == 2
+
+
+def test_dynamic_sampling_fills_the_step():
+    """Batches 0, 3, 6, ... of problems are informative: each step draws until it has three."""
+    fakes = Fakes()
+    number_of = {}
+
+    def problems(number):
+        batch = Fakes.problems(fakes, number)
+        number_of.update({problem.id: number for problem in batch})
+        return batch
+
+    def grade(problem, text):
+        informative = number_of[problem.id] % 3 == 0
+        return RIGHT if informative and text == "0" else WRONG
+
+    fakes.problems, fakes.grade = problems, grade
+    fakes.run(dataclasses.replace(CONFIG, rounds=4, steps=3, save_every=1))
+    assert happened(fakes, "problems") == [0, 1, 2, 3, 4, 5, 6]
+    assert [values["rounds"] for _, _, values in fakes.logged] == [1, 3, 3]
+    assert [values["groups/trained"] for _, _, values in fakes.logged] == [3, 3, 3]
+    assert [values["groups/sampled"] for _, _, values in fakes.logged] == [4, 12, 12]
+    assert [position for position, _ in fakes.saved] == [1, 4, 7]
+    # Noise is named by the batch of problems, so no two rounds share it.
+    drawn = [noise for noises in fakes.noise for noise in noises]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_dynamic_sampling_of_a_uniform_source_falls_back():
+    """After the last round the step trains on what there is: here nothing, and the run goes on."""
+    fakes = Fakes(verdict=lambda text: WRONG)
+    assert fakes.run(dataclasses.replace(CONFIG, rounds=3, steps=2)).params == 0
+    assert happened(fakes, "problems") == [0, 1, 2, 3, 4, 5]
+    for _, _, values in fakes.logged:
+        assert (values["rounds"], values["updates"], values["updates_missing"]) == (3, 0, 2)
+
+
+def test_dynamic_sampling_keeps_a_partly_filled_step():
+    fakes = Fakes()
+    fakes.grade = lambda problem, text: RIGHT if problem.id == "0-1" and text == "0" else WRONG
+    fakes.run(dataclasses.replace(CONFIG, rounds=2, steps=1))
+    (_, _, values) = fakes.logged[0]
+    assert (values["rounds"], values["groups/trained"], values["updates"]) == (2, 1, 1)
+
+
+def test_an_error_while_sampling_beside_the_updates_ends_the_run():
+    fakes = Fakes()
+
+    def problems(number):
+        if number == 2:
+            raise OSError("the problems are gone")
+        return Fakes.problems(fakes, number)
+
+    fakes.problems = problems
+    with pytest.raises(OSError, match="the problems are gone"):
+        fakes.run(dataclasses.replace(CONFIG, lag=1, overlap=True))
+
+
 # --- the real parts ---------------------------------------------------------------------------
 
 CFG = QWEN3["tiny"]
@@ -326,7 +431,7 @@ class RealHooks:
         return self.stop_at is not None and len(self.lines) >= self.stop_at
 
 
-def train(mesh, hooks, cfg=REAL, *, step=None, reward=raw, grade=even):
+def train(mesh, hooks, cfg=REAL, *, step=None, reward=raw, grade=even, position=None, ahead=()):
     """A run of the tiny model, from the last checkpoint of `hooks` where there is one."""
     optimizer, real_step, score = parts()
 
@@ -347,6 +452,7 @@ def train(mesh, hooks, cfg=REAL, *, step=None, reward=raw, grade=even):
             sampler=Sampler(state.params, CFG, ENGINE, seed=1), grade=grade, reward=reward,
             objective=Objective(), layout=LAYOUT, score=score, step=step or real_step,
             learning_rate=lambda n: OPTIM.learning_rate, mesh=mesh, hooks=hooks,
+            position=position, ahead=ahead,
         )  # fmt: skip
 
 
@@ -503,3 +609,42 @@ def test_a_broken_grader_is_counted_and_the_rest_trains(whole):
     assert values["groups/trained"] <= 3
     assert values["updates"] > 0
     assert np.isfinite(values["loss"])
+
+
+@pytest.fixture(scope="module")
+def lagging():
+    """Six steps with a lag of one step."""
+    hooks = RealHooks()
+    cfg = dataclasses.replace(REAL, lag=1)
+    return jax.device_get(train(one_device(), hooks, cfg)), hooks.lines
+
+
+def test_one_step_off_overlaps_and_is_exactly_lag_one(whole, lagging):
+    state, lines = lagging
+    hooks = RealHooks()
+    overlapped = train(one_device(), hooks, dataclasses.replace(REAL, lag=1, overlap=True))
+    assert_same_lines(hooks.lines, lines)
+    assert_same(overlapped, state)
+    # And it is another run than one without a lag, from the second step on.
+    assert lines[0][1]["loss"] == whole[1][0][1]["loss"]
+    assert lines[1][1]["loss"] != whole[1][1][1]["loss"]
+    assert lines[1][1]["by_update/ratio/max"][0] > 1 + 1e-3
+
+
+def test_a_lagging_run_resumes_bitwise(lagging, tmp_path):
+    """What was sampled ahead is kept with the checkpoint, as a file."""
+    state, lines = lagging
+    cfg = dataclasses.replace(REAL, lag=1)
+    first = RealHooks(tmp_path, stop_at=3)
+    train(one_device(), first, cfg)
+    first.saves.close()
+    position, (waiting,) = first.ahead[3]
+    assert position == 4
+    save_rollout(tmp_path / "ahead.npz", waiting, {})
+    restored, _ = load_rollout(tmp_path / "ahead.npz", one_device())
+    assert_same(restored.minibatches[0].batch, waiting.minibatches[0].batch)
+    rest = RealHooks(tmp_path)
+    resumed = train(one_device(), rest, cfg, position=position, ahead=[restored])
+    rest.saves.close()
+    assert_same_lines(first.lines + rest.lines, lines)
+    assert_same(resumed, state)

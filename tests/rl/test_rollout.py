@@ -423,3 +423,81 @@ def test_summary_of_nothing_valid_has_counts_and_no_warning():
     assert np.isnan(values["reward"])
     assert np.isnan(values["accuracy"])
     assert (values["invalid"], values["groups/informative"], values["groups/trained"]) == (2, 0, 0)
+
+
+# --- lengths, dynamic sampling, fixed-size mini-batches -----------------------------------------
+
+
+def cut_group(number, marks, lengths, cut):
+    """A group whose completions numbered in `cut` were cut at the limit."""
+    group = group_of(number, marks, lengths)
+    completions = tuple(
+        Completion(c.id, c.tokens, c.logprobs, "length" if i in cut else c.stop)
+        for i, c in enumerate(group.completions)
+    )
+    return Group(group.problem, group.prompt, completions, group.texts, group.verdicts)
+
+
+def test_dapo_keeps_the_groups_that_differ():
+    """Rewards [[1, 1], [0, 0], [1, 0], [0, 1]] keep groups 2 and 3, counted from 0."""
+    groups = [group_of(n, marks) for n, marks in enumerate(["++", "--", "+-", "-+"])]
+    for group_filter in ("reward", "accuracy"):
+        assert kept_of(groups, rewards_of(groups), group_filter, 9) == [2, 3]
+
+
+def test_soft_overlong_penalty_in_tokens():
+    """Limit 10, buffer 4: nothing up to 6 tokens, then a quarter a token, 1 x factor at 10."""
+    group = group_of(0, "+++++", lengths=[2, 6, 7, 9, 10])
+    rewards = rollout.training_rewards(
+        [group], lambda kind, verdict: verdict.reward, Overlong(buffer=4, factor=2.0), 10
+    )
+    np.testing.assert_allclose(rewards, [[1, 1, 0.5, -0.5, -1]])
+
+
+def test_overlong_filter_leaves_cut_completions_out_everywhere():
+    groups = [cut_group(0, "+---", [2, 3, 4, 10], {3}), cut_group(1, "+-", [2, 10], {1})]
+    (first,), (second,) = [groups[0]], [groups[1]]
+    on = rollout.trainable([first], Overlong(filter=True))
+    np.testing.assert_array_equal(on, [[True, True, True, False]])
+    np.testing.assert_array_equal(valid_of([first]), [[True] * 4])
+    # Without the cut member a pair is a singleton, which teaches nothing.
+    alone = rollout.trainable([second], Overlong(filter=True))
+    assert rollout.keep_informative([second], rewards_of([second]), alone, "reward", 9) == []
+    (batch,) = minibatch_lib.assemble(
+        [first], rewards_of([first]), on, Objective(), updates=1, layout=LAYOUT, max_tokens=10
+    )
+    assert batch.batch.mask.sum() == 2 + 3 + 4
+    np.testing.assert_allclose(batch.batch.loss_weights.sum(), 1, rtol=1e-6)
+    advantages = np.unique(batch.batch.advantages[batch.batch.mask])
+    np.testing.assert_allclose(advantages, [-(0.5**0.5), 2**0.5], rtol=1e-6)
+    values = rollout.summarise([first], rewards_of([first]), on, [0])
+    assert (values["overlong_filtered"], values["truncated"], values["invalid"]) == (1, 0.25, 0)
+
+
+@pytest.mark.parametrize("bad", [{"buffer": -1}, {"factor": -1.0, "buffer": 3}, {"factor": 2.0}])
+def test_overlong_refuses(bad):
+    with pytest.raises(ValueError, match="overlong"):
+        Overlong(**bad)
+
+
+def test_fixed_size_minibatches_weigh_the_short_last_one():
+    """Five groups of two in mini-batches of two: the last has weight rows / size = 2 / 4."""
+    groups = [group_of(n, "+-", lengths=[2, 3]) for n in range(5)]
+    batches = minibatch_lib.assemble(
+        groups, rewards_of(groups), valid_of(groups), Objective(positive_nll=0.2), updates=3,
+        minibatch_groups=2, layout=LAYOUT, max_tokens=10,
+    )  # fmt: skip
+    sums = [float(m.batch.loss_weights.sum()) for m in batches]
+    np.testing.assert_allclose(sums, [1, 1, 0.5], rtol=1e-6)
+    positives = [float(m.batch.positive_weights.sum()) for m in batches]
+    np.testing.assert_allclose(positives, [0.2, 0.2, 0.1], rtol=1e-6)
+    assert [int(m.batch.mask.sum()) for m in batches] == [10, 10, 5]
+
+
+def test_a_full_minibatch_with_an_invalid_sample_is_not_scaled():
+    groups = [group_of(n, "+-?", lengths=[2, 3, 4]) for n in range(2)]
+    (batch,) = minibatch_lib.assemble(
+        groups, rewards_of(groups), valid_of(groups), Objective(), updates=1, minibatch_groups=2,
+        layout=LAYOUT, max_tokens=10,
+    )  # fmt: skip
+    np.testing.assert_allclose(batch.batch.loss_weights.sum(), 1, rtol=1e-6)
