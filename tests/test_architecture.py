@@ -92,9 +92,13 @@ def config_classes():
     from klear_jax.rl.loop import LoopConfig
     from klear_jax.sampling.engine import EngineConfig
 
-    nested = (configs.Clip, configs.Objective, configs.OptimConfig)
+    nested = (configs.Clip, configs.Objective, configs.Overlong, configs.OptimConfig)
     runs = (configs.SftRun, configs.GppoRun, configs.EvalRun)
     return (*runs, *nested, ModelConfig, LoopConfig, EngineConfig)
+
+
+def is_check(name: str) -> bool:
+    return name == "__post_init__" or name.startswith(("_check_", "check_effect"))
 
 
 def test_every_config_field_is_read():
@@ -105,7 +109,7 @@ def test_every_config_field_is_read():
         checks = {
             id(node)
             for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef) and function.name == "__post_init__"
+            if isinstance(function, ast.FunctionDef) and is_check(function.name)
             for node in ast.walk(function)
         }
         read |= {

@@ -12,7 +12,7 @@ import numpy as np
 
 from klear_jax.report import plots
 from klear_jax.report.plots import Look, Panel, Scale
-from klear_jax.report.runfiles import Record, Run, number
+from klear_jax.report.runfiles import Curve, Record, Run, number
 
 _FRACTION = (-0.02, 1.02)
 _FROM_ZERO = (0.0, None)
@@ -118,8 +118,62 @@ def endings(run: Run) -> Panel | None:
 
 def drift(run: Run) -> Panel | None:
     """Distance of the trained policy from the one that sampled."""
+    scale = Scale("nats per token", limits=_FROM_ZERO)
+    looks = {
+        "rollout/kl": Look(plots.BLUE, "after the step's last update"),
+        "kl": Look(plots.GREY, "before each update, mean", width=1.3),
+    }
+    return _curves(run, "rl", "KL from the sampling policy", scale, looks)
+
+
+def mass(run: Run) -> Panel | None:
+    """Gradient mass on clipped tokens, and what is lost against an unclipped objective."""
+    looks = {
+        "mass/clipped": Look(plots.BLUE, "on clipped tokens"),
+        "mass/lost": Look(plots.VERMILLION, "lost against unclipped", width=1.3),
+    }
+    scale = Scale("share of gradient mass", percent=True, limits=_FROM_ZERO)
+    return _curves(run, "rl", "Gradient mass and clipping", scale, looks)
+
+
+def entropy_deciles(run: Run) -> Panel | None:
+    """Gradient mass of clipped tokens by the entropy of the token's distribution."""
+    parts = []
+    for sign, label in (("pos", "A > 0"), ("neg", "A < 0")):
+        kept, lost = (
+            _mean_list(run, f"entropy_deciles/{sign}_{part}") for part in ("kept", "lost")
+        )
+        if kept is None or lost is None or len(kept) != len(lost):
+            return None
+        parts.append((label, kept, lost))
+    if len(parts[0][1]) != len(parts[1][1]):
+        return None
+    scale = Scale("share of all gradient mass", "tenth of the tokens, by entropy", percent=True)
+    labels = [str(n + 1) for n in range(len(parts[0][1]))]
+    return plots.signed_bars("Clipped gradient mass by entropy", scale, labels, parts)
+
+
+def logprob_change(run: Run) -> Panel | None:
+    """What a step's updates do to the log-prob of its own good and bad samples."""
+    looks = {
+        "rollout/logprob_change_pos": Look(plots.BLUE, "A > 0"),
+        "rollout/logprob_change_neg": Look(plots.VERMILLION, "A < 0"),
+    }
     scale = Scale("nats per token")
-    return _curves(run, "rl", "KL from the sampling policy", scale, {"kl": Look(plots.BLUE)})
+    return _curves(run, "rl", "Log-prob change over a step", scale, looks)
+
+
+def by_update(run: Run) -> Panel | None:
+    """Clipped share by the place of the update in its step, mean over the run."""
+    names = {"by_update/clip/pos_high": plots.VERMILLION, "by_update/clip/neg_low": plots.BLUE}
+    labels = ("A > 0, r high (clipped)", "A < 0, r low (clipped)")
+    curves = []
+    for (name, color), label in zip(names.items(), labels, strict=True):
+        if (values := _mean_list(run, name)) is not None and len(values) > 1:
+            steps = np.arange(1, len(values) + 1, dtype=np.float64)
+            curves.append((Curve(steps, values), Look(color, label, marker=True)))
+    scale = Scale("share of trained tokens", "update of a step", percent=True, limits=_FROM_ZERO)
+    return plots.lines("Clipping by update", scale, curves) if curves else None
 
 
 def sampler_gap(run: Run) -> Panel | None:
@@ -171,6 +225,16 @@ def _curves(
     return plots.lines(title, scale, [(c, looks[key]) for key, c in curves.items()], band=shaded)
 
 
+def _mean_list(run: Run, key: str) -> np.ndarray | None:
+    """The mean over steps of a metric that is a list, from steps whose list is a full one."""
+    lists = [row[key] for row in run.rows("rl") if isinstance(row.get(key), list)]
+    longest = max((len(values) for values in lists), default=0)
+    full = [[number(v) for v in values] for values in lists if len(values) == longest]
+    table = np.array(full, dtype=np.float64).reshape(len(full), longest)
+    table = table[np.isfinite(table).all(axis=1)]
+    return table.mean(axis=0) if table.size else None
+
+
 def _histogram(row: Record) -> tuple[np.ndarray, np.ndarray] | None:
     """The (edges, counts) of a step's log-ratio histogram, or None when they do not fit."""
     stored = row.get("ratio_histogram")
@@ -218,6 +282,31 @@ POLICY = (
         "near zero there is nothing left to explore.",
     ),
     FigureSpec("clip", clip, "A: advantage, r: ratio of new to old policy. See the table below."),
+    FigureSpec(
+        "mass",
+        mass,
+        "Gradient mass of a token: the size of its contribution to the gradient of the loss in its "
+        "log-prob. PPO has none on clipped tokens.",
+    ),
+    FigureSpec(
+        "entropy_deciles",
+        entropy_deciles,
+        "Tokens in ten equal parts, from those the policy is sure of (1) to those it is least sure "
+        "of (10); mean over steps. Solid: mass that clipped tokens keep; hatched: mass that an "
+        "unclipped objective would have more.",
+    ),
+    FigureSpec(
+        "by_update",
+        by_update,
+        "The first update of a step sees the policy that sampled, so it clips nothing; each later "
+        "one sees a policy further away. Mean over the steps.",
+    ),
+    FigureSpec(
+        "logprob_change",
+        logprob_change,
+        "From before the first to after the last update, on the tokens of the step's first "
+        "mini-batch.",
+    ),
 )
 UPDATES = (
     FigureSpec(
@@ -235,8 +324,8 @@ UPDATES = (
     FigureSpec(
         "drift",
         drift,
-        "Estimated before each update and averaged over a step's updates: the first adds 0, and "
-        "what the last one does is not in it.",
+        "KL(old || new) on the tokens drawn. After the last update: on the step's first "
+        "mini-batch. Before each update: the first adds 0 and the last is not in it.",
     ),
     FigureSpec(
         "groups",

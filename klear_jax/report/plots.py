@@ -203,6 +203,34 @@ def ratio_histogram(
     return Panel("Ratio of new to old policy", draw)
 
 
+def signed_bars(
+    title: str,
+    scale: Scale,
+    labels: Sequence[str],
+    parts: Sequence[tuple[str, np.ndarray, np.ndarray]],
+) -> Panel:
+    """Bars side by side for each label: (name, solid height, height of the outline on top)."""
+
+    def draw(axes: Axes) -> None:
+        at, width = np.arange(len(labels)), 0.8 / len(parts)
+        for number, ((name, solid, outline), color) in enumerate(
+            zip(parts, (BLUE, VERMILLION), strict=False)
+        ):
+            x = at + (number - (len(parts) - 1) / 2) * width
+            axes.bar(x, solid, width * 0.92, color=color, label=f"{name}: kept")
+            axes.bar(
+                x, outline, width * 0.92, bottom=solid, fill=False, edgecolor=color, hatch="////",
+                linewidth=0.8, label=f"{name}: lost",
+            )  # fmt: skip
+        axes.set(xlabel=scale.xlabel, ylabel=scale.ylabel)
+        axes.set_xticks(at, labels)
+        axes.set_ylim(bottom=0)
+        _ticks(axes, percent=scale.percent)
+        _legend(axes)
+
+    return Panel(title, draw)
+
+
 def stacked(title: str, scale: Scale, parts: Sequence[tuple[str, Curve]]) -> Panel:
     """Parts of a whole per step, stacked as filled stairs; a missing value adds nothing."""
 

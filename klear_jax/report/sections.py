@@ -44,14 +44,26 @@ CLIP_CELLS = (
         "a bad token became likelier",
     ),
 )
+_KEPT = "keeps a gradient for clipped tokens, weighted by the bound instead of the ratio"
+_WEIGHT = "clips the weight of a token and never its gradient"
 CLIPPED_TOKENS = {
+    "reinforce": "REINFORCE has no ratio, so the bounds only mark the cells below.",
+    "unclipped": "The objective is not clipped, so the bounds only mark the cells below.",
     "ppo": "PPO gives clipped tokens no gradient.",
-    "gppo": "GPPO keeps a gradient for clipped tokens, weighted by the bound instead of the ratio.",
+    "gppo": f"GPPO {_KEPT}.",
+    "gppo_high": f"GPPO-high {_KEPT}, at the upper bound only.",
+    "gppo_low": f"GPPO-low {_KEPT}, at the lower bound only.",
+    "ce_gppo": f"CE-GPPO {_KEPT} and scaled by beta.",
+    "cispo": f"CISPO {_WEIGHT}.",
+    "cispo_upper": f"CISPO {_WEIGHT}; here the lower bound only marks the cells below.",
+    "sapo": "SAPO lets the weight fall off smoothly; the bounds only mark the cells below.",
+    "aspo": "ASPO turns the ratio of good tokens upside down, and drops clipped tokens.",
 }
 FACTS = (
     ("Model", ("model.name", "model")),
     ("Parameters", ("parameters",)),
     ("Clip variant", ("clip.variant", "variant")),
+    ("Ratio level", ("clip.level",)),
     ("Clip widths", ("clip.low", "clip.high", "clip.dual")),
     ("Learning rate", ("lr", "learning_rate", "peak_lr")),
     (

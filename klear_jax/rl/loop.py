@@ -151,7 +151,7 @@ def train_gppo(
         seconds = time.monotonic() - start
         values |= rolled.values | {
             "lr": rate,
-            "seconds/step": seconds,
+            "step_seconds": seconds,
             "tokens_per_second": rolled.values["tokens/sampled"] / seconds,
         }
         done = number + 1

@@ -50,6 +50,19 @@ def rl_row(step: int, rng: np.random.Generator) -> dict[str, Any]:
         "clip/neg_low": 0.0035 * math.exp(-step / 30) + 0.0008 * abs(noise) / 0.025,
         "outside/pos_low": 0.0004,
         "outside/neg_high": 0.0007 + 0.0002 * abs(noise) / 0.025,
+        "clip": 0.006,
+        "mass/clipped": 0.02 * done,
+        "mass/lost": 0.01 * done,
+        "rollout/kl": 0.01 + 0.02 * done,
+        "rollout/logprob_change_pos": 0.01,
+        "rollout/logprob_change_neg": -0.1 * done,
+        "by_update/clip/pos_high": [0.0, 0.001, 0.002, 0.004],
+        "by_update/clip/neg_low": [0.0, 0.002, 0.003, None if step == 3 else 0.004],
+        **{
+            f"entropy_deciles/{sign}_{part}": [0.0] * 8 + [0.001, 0.01]
+            for sign in ("pos", "neg")
+            for part in ("clipped", "kept", "lost")
+        },
         "kl": 0.004 + 0.01 * done + 0.02 * abs(noise),
         "ratio/max": 3.1,
         "nll_positive": 0.1,
@@ -243,6 +256,10 @@ def test_full_run(full_run: Path) -> None:
         "clip",
         "grad_norm",
         "ratio",
+        "mass",
+        "entropy_deciles",
+        "by_update",
+        "logprob_change",
         "length",
         "summary",
     }
