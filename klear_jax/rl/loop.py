@@ -224,14 +224,21 @@ def roll_out(
         [groups[i] for i in kept], rewards[kept], valid[kept], objective, updates=cfg.updates,
         minibatch_groups=cfg.minibatch_groups, layout=layout, max_tokens=cfg.max_tokens,
     )  # fmt: skip
+    sampled = time.monotonic()
     # Old log-probs come from the policy that sampled, so before any update.
     scored = minibatch.with_old_logprobs(
-        minibatches, functools.partial(score, params), mesh,
+        minibatches,
+        functools.partial(score, params) if objective.old_logprobs == "trainer" else None,
+        mesh,
         reference=None if reference is None else functools.partial(score, reference),
-    )  # fmt: skip
-    values = rollout.summarise(groups, rewards, valid, kept)
+    )
     done = tuple(scored)
-    values |= {"rounds": rounds, "seconds/sample": time.monotonic() - start}
+    jax.block_until_ready([piece.batch for piece in done])
+    values = rollout.summarise(groups, rewards, valid, kept) | {
+        "rounds": rounds,
+        "seconds/sample": sampled - start,
+        "seconds/score": time.monotonic() - sampled,
+    }
     return Rollout(number, position + rounds, done, values)
 
 

@@ -67,10 +67,11 @@ def policy_loss(
     factor = token_factor(batch, objective)
     keep = keeps_gradient(entropy, batch, objective)
 
-    def terms(log_ratio, clip=clip):
+    def terms(log_ratio, clip=clip, keep=keep):
+        # Here and not at the term: at a sequence level a term holds the gradient of many tokens.
+        log_ratio = jnp.where(keep, log_ratio, jax.lax.stop_gradient(log_ratio))
         level = LEVELS[clip.level](log_ratio, batch, clip)
-        value = SURROGATES[clip.variant](level, batch.advantages, clip) * factor
-        return jnp.where(keep, value, jax.lax.stop_gradient(value)) * batch.loss_weights
+        return SURROGATES[clip.variant](level, batch.advantages, clip) * factor * batch.loss_weights
 
     loss = -terms(log_ratio).sum() - (known * batch.positive_weights).sum()
     kl = jnp.zeros_like(known)
@@ -105,7 +106,9 @@ def token_factor(batch: RolloutBatch, objective: Objective) -> Float[Array, "b t
     gap = jnp.where(batch.mask, batch.old_logprobs - batch.sampler_logprobs, 0.0)
     if objective.tis == "sequence":
         gap = segment_sum(gap, batch.segments, batch.mask)
-    return jnp.exp(jnp.minimum(gap, float(np.log(objective.tis_cap))))
+    limit = float(np.log(objective.tis_cap))
+    # The cap itself, not the exponential of its logarithm, which may round to below it.
+    return jnp.where(gap >= limit, objective.tis_cap, jnp.exp(jnp.minimum(gap, limit)))
 
 
 def keeps_gradient(
@@ -124,8 +127,12 @@ def k2(distance: Float[Array, "b t"]) -> Float[Array, "b t"]:
 
 
 def k3(distance: Float[Array, "b t"]) -> Float[Array, "b t"]:
-    """exp(d) - d - 1 >= 0: unbiased for KL(pi || pi_ref) in value; the exponent is held at +-20."""
-    return ratio_of(distance) - jnp.clip(distance, -MAX_LOG_RATIO, MAX_LOG_RATIO) - 1
+    """exp(d) - d - 1 >= 0: unbiased for KL(pi || pi_ref) in value; constant beyond d = 20.
+
+    Below -20, where pi is far above pi_ref, the pull stays: there the gradient is that of -d.
+    """
+    held = jnp.where(distance > MAX_LOG_RATIO, MAX_LOG_RATIO, distance)
+    return ratio_of(distance) - held - 1
 
 
 KL_ESTIMATORS = {"k2": k2, "k3": k3}

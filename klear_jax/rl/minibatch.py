@@ -155,7 +155,7 @@ def token_weights(
 
 def with_old_logprobs(
     minibatches: Iterable[MiniBatch],
-    score: ScoreNow,
+    score: ScoreNow | None,
     mesh: Mesh,
     *,
     reference: ScoreNow | None = None,
@@ -163,14 +163,16 @@ def with_old_logprobs(
     """Place each mini-batch on the mesh and fill in what the policy that sampled thinks of it.
 
     Log-probs and entropies come from `score`, and log-probs of the reference from `reference`.
+    Without `score` the sampler's own log-probs stand for the trainer's, and there are no entropies.
     """
     for minibatch in minibatches:
-        batch, used = (
-            mesh_lib.place(minibatch.batch, mesh, None, "batch", "seq"),
-            minibatch.microbatches,
-        )
-        logprobs, entropy = score(batch, used)
-        scored = dataclasses.replace(batch, old_logprobs=logprobs, old_entropy=entropy)
+        used = minibatch.microbatches
+        batch = mesh_lib.place(minibatch.batch, mesh, None, "batch", "seq")
+        if score is None:
+            scored = dataclasses.replace(batch, old_logprobs=batch.sampler_logprobs)
+        else:
+            logprobs, entropy = score(batch, used)
+            scored = dataclasses.replace(batch, old_logprobs=logprobs, old_entropy=entropy)
         if reference is not None:
             scored = dataclasses.replace(scored, reference_logprobs=reference(batch, used)[0])
         yield dataclasses.replace(minibatch, batch=scored)

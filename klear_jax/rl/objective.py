@@ -29,6 +29,10 @@ class Objective:
     aggregation: Aggregation = "token_mean"
     """What one mini-batch averages over: its tokens, its sequences' token means, or sequences
     divided by the constant `max_tokens`."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Who says what the policy that sampled thought of a token: a scoring pass of the trainer, or
+    the sampler as it drew it. The latter saves the pass, and takes the sampler's rounding into the
+    ratio."""
     positive_nll: float = 0.1
     """alpha, the weight of the mean negative log-likelihood of positive samples' tokens."""
     positive_threshold: float = 1.0
@@ -64,6 +68,11 @@ class Objective:
             raise ValueError(f"tis_cap {self.tis_cap} must be > 0 and finite")
         if self.erc is not None and not 0 <= self.erc[0] < 1 < self.erc[1]:
             raise ValueError(f"erc {self.erc} must be two numbers around 1, such as 0.95 1.05")
+        if self.old_logprobs == "sampler" and (self.tis != "none" or self.erc is not None):
+            raise ValueError(
+                f"old_logprobs sampler leaves tis {self.tis} nothing to correct and erc {self.erc} "
+                "without old entropies; use old_logprobs trainer with them"
+            )
         if math.isnan(self.positive_threshold):
             raise ValueError("positive_threshold is no number")
         switches = (

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def load_rollout(path: Path, mesh: Mesh | None = None) -> tuple[Rollout, dict[st
             record["number"], record["position"], tuple(minibatches), record["values"]
         )
         return rollout, record["about"]
-    except (KeyError, TypeError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError(
             f"{path} is no rollout that this version wrote ({type(error).__name__}: {error}); make "
             "one with run_gppo.py --save-rollouts"

@@ -346,10 +346,10 @@ class _Points:
 _WEIGHTS: dict[str, Callable[[_Points, Clip], np.ndarray]] = {
     "reinforce": lambda p, c: np.ones_like(p.ratio),
     "unclipped": lambda p, c: p.free,
-    "ppo": lambda p, c: p.select(0, 0),
+    "ppo": lambda p, c: p.select(0.0, 0.0),
     "gppo": lambda p, c: p.select(1 + c.high, 1 - c.low),
-    "gppo_high": lambda p, c: p.select(1 + c.high, 0),
-    "gppo_low": lambda p, c: p.select(0, 1 - c.low),
+    "gppo_high": lambda p, c: p.select(1 + c.high, 0.0),
+    "gppo_low": lambda p, c: p.select(0.0, 1 - c.low),
     "ce_gppo": lambda p, c: p.select(c.beta_high * (1 + c.high), c.beta_low * (1 - c.low)),
     "cispo": lambda p, c: np.clip(p.ratio, 1 - c.low, 1 + c.high),
     "cispo_upper": lambda p, c: np.minimum(p.ratio, 1 + c.high),

@@ -51,7 +51,8 @@ def telemetry(
     """Metrics of a micro-batch.
 
     Args:
-        terms: log-ratios (and another `Clip`) -> each token's term of the objective, weighted.
+        terms: log-ratios (another `Clip`, other tokens that keep their gradient) -> each token's
+            term of the objective, weighted.
         log_ratio, logprobs, entropy: detached, and 0 outside the mask.
     """
     mask, advantages, count = batch.mask, batch.advantages, batch.mask.sum()
@@ -67,7 +68,7 @@ def telemetry(
     clipped = mask & (cells["clip/pos_high"] | cells["clip/neg_low"])
     free = Clip(low=clip.low, high=clip.high, variant="unclipped", level=level)
     mass = jnp.where(mask, jnp.abs(_slope(terms, log_ratio)), 0.0)
-    unclipped = jnp.where(mask, jnp.abs(_slope(lambda l: terms(l, free), log_ratio)), 0.0)
+    unclipped = jnp.where(mask, jnp.abs(_slope(lambda l: terms(l, free, True), log_ratio)), 0.0)
     lost = jnp.maximum(unclipped - mass, 0.0)
     rows = (mask, clipped, mass, mass * clipped, unclipped, lost)
     gap = jnp.where(mask, jnp.abs(batch.old_logprobs - batch.sampler_logprobs), 0.0)
@@ -154,8 +155,10 @@ def by_entropy_decile(histogram: np.ndarray) -> dict[str, list[float]]:
         return np.diff(np.interp(cuts, ends, np.concatenate([[0.0], np.cumsum(row)])))
 
     everything = max(histogram[:, ENTROPY_ROWS.index("unclipped_mass")].sum(), 1e-30)
-    filled = counts > 0
-    edges = np.interp(cuts, ends[np.append(True, filled)], ENTROPY_EDGES[np.append(True, filled)])
+    # Both ends of each bin that holds something, so that no tenth reaches into an empty one.
+    filled = np.flatnonzero(counts)
+    both = np.stack([filled, filled + 1], axis=1).reshape(-1)
+    edges = np.interp(cuts, ends[both], ENTROPY_EDGES[both])
     result["entropy_deciles/edges"] = edges.tolist()
     for sign, part in zip(("pos", "neg"), histogram, strict=True):
         rows = {name: tenths(row) for name, row in zip(ENTROPY_ROWS, part, strict=True)}

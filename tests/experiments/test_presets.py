@@ -58,6 +58,7 @@ PAPER_MATH = {
     "objective": {
         "advantage": "group_normalised",
         "aggregation": "token_mean",
+        "old_logprobs": "trainer",
         "positive_nll": 0.1,
         "positive_threshold": 1.0,
         "kl_coef": 0.0,

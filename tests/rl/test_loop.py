@@ -391,7 +391,7 @@ ENGINE = EngineConfig(
     slots=8, length=64, stop_ids=(*TOKENIZER.stop_ids, *range(0, 250, 12)), prefill_rows=4
 )
 LAYOUT = Layout(row_tokens=64, rows=4, microbatches=2)
-TIMES = ("seconds/sample", "seconds/train", "step_seconds", "tokens_per_second")
+TIMES = ("seconds/sample", "seconds/train", "seconds/score", "step_seconds", "tokens_per_second")
 
 
 @functools.cache
