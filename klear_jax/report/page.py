@@ -34,18 +34,18 @@ def write_report(run_dir: Path, *, title: str | None = None) -> Path:
 
     def draw(name: str, panel: Panel, caption: str) -> Picture:
         png = plots.png_bytes(plots.single(panel))
-        _replace(folder / f"{name}.png", png)
+        replace(folder / f"{name}.png", png)
         return Picture(name, png, alt=f"Plot: {panel.title}", caption=caption)
 
     sections, missing = build_sections(run, sft, draw)
     if run.rows("rl"):
         panels = [panel for make in figures.SUMMARY if (panel := make(run)) is not None]
         if panels:
-            _replace(folder / "summary.png", plots.png_bytes(plots.grid(panels)))
+            replace(folder / "summary.png", plots.png_bytes(plots.grid(panels)))
     page = render(title or _title(run), _subtitle(run), sections, _notes(run, missing))
     path = run_dir / "report.html"
     # A lone surrogate, which JSON text can carry into here, has no UTF-8 form.
-    _replace(path, page.encode("utf-8", errors="replace"))
+    replace(path, page.encode("utf-8", errors="replace"))
     return path
 
 
@@ -88,7 +88,8 @@ def _notes(run: Run, missing: list[str]) -> list[str]:
     return notes
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
+    """Write a file in one rename, so that a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)

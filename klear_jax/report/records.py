@@ -31,6 +31,8 @@ class Picture:
     png: bytes
     alt: str
     caption: Text = ""
+    wide: bool = False
+    """As wide as the page, not half of it."""
 
     @property
     def data_uri(self) -> str:

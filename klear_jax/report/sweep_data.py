@@ -117,7 +117,7 @@ def _rows(run: Run, entry: Record) -> pd.DataFrame:
         found += [(row["step"], name, value) for name, value in values.items()]
     for row in run.rows("eval"):
         found += [(row["step"], name, number(row.get(name))) for name in EVAL_METRICS]
-    frame = pd.DataFrame(found, columns=["step", "metric", "value"]).dropna()
+    frame: Any = pd.DataFrame(found, columns=["step", "metric", "value"]).dropna()
     for name in ("setting", "arm", "seed", "sft_seed"):
         frame[name] = entry[name]
     return frame[list(COLUMNS)]
@@ -130,7 +130,7 @@ def _kept(row: Record, sign: str) -> float:
 
 def curves(table: pd.DataFrame, setting: str, arm: str, metric: str) -> pd.DataFrame:
     """One metric of an arm: a row a step, a column a seed."""
-    chosen = table[
+    chosen: Any = table[
         (table["setting"] == setting) & (table["arm"] == arm) & (table["metric"] == metric)
     ]
     return chosen.pivot(index="step", columns="seed", values="value").sort_index()
@@ -165,7 +165,7 @@ def _configs(sweep: SweepRuns) -> Check:
 
 def _pairing(sweep: SweepRuns) -> Check:
     """Equal weights and equal noise: until the first update nothing may differ between arms."""
-    first = sweep.table[
+    first: Any = sweep.table[
         ((sweep.table["metric"] == "reward") & (sweep.table["step"] == 1))
         | ((sweep.table["metric"] == "heldout/sampled") & (sweep.table["step"] == 0))
     ]
@@ -178,9 +178,9 @@ def _pairing(sweep: SweepRuns) -> Check:
 
 
 def _updates(sweep: SweepRuns) -> Check:
-    skipped = sweep.table[sweep.table["metric"] == "updates_skipped"]
+    skipped: Any = sweep.table[sweep.table["metric"] == "updates_skipped"]
     by_run = skipped.groupby(["setting", "arm", "seed"])["value"].sum()
-    wrong = [f"{' '.join(map(str, key))}: {int(n)}" for key, n in by_run.items() if n > 0]  # pyright: ignore
+    wrong = [f"{' '.join(map(str, key))}: {int(n)}" for key, n in by_run.items() if n > 0]
     return _check("No update was skipped (loss or gradient not finite)", len(sweep.runs), wrong)
 
 
@@ -195,7 +195,7 @@ def _mechanism(sweep: SweepRuns, setting: str, arm: str) -> list[Check]:
     treatment, found = sweep.plan["arms"][arm], []
     wanted = [(m, "is 0") for m in treatment["zero"]] + [(m, "> 0") for m in treatment["positive"]]
     for metric, how in wanted:
-        table = curves(sweep.table, setting, arm, metric)
+        table: Any = curves(sweep.table, setting, arm, metric)
         seeds = [key[2] for key in sweep.runs if key[:2] == (setting, arm)]
         wrong, means = [], []
         for seed in seeds:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -77,14 +78,14 @@ def summary(sweep: SweepRuns) -> pd.DataFrame:
     steps, rows = sweep.plan["steps"], []
     window = window_of(steps)
     for key in sweep.runs:
-        one = sweep.table[
+        one: Any = sweep.table[
             (sweep.table["setting"] == key[0])
             & (sweep.table["arm"] == key[1])
             & (sweep.table["seed"] == key[2])
         ]
-        wide = one.pivot(index="step", columns="metric", values="value").sort_index()
+        wide: Any = one.pivot(index="step", columns="metric", values="value").sort_index()
 
-        def metric(name: str, wide: pd.DataFrame = wide) -> pd.Series:
+        def metric(name: str, wide: Any = wide) -> Any:
             return wide[name].dropna() if name in wide else pd.Series(dtype=float)
 
         reward = metric("reward")
@@ -116,7 +117,7 @@ def _last(values: pd.Series) -> float:
 
 def _steps_to(reward: pd.Series, target: float) -> float:
     """First step at which the mean reward of it and the two before is at least `target`, or NaN."""
-    smooth = reward.rolling(3).mean()
+    smooth: Any = reward.rolling(3).mean()
     reached = smooth[smooth >= target]
     return float(reached.index[0]) if len(reached) else math.nan
 
@@ -172,7 +173,8 @@ def paired(
     if len(differences) > 1 and np.ptp(differences) > 1e-12:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            p = float(stats.ttest_1samp(differences, 0.0).pvalue)
+            test: Any = stats.ttest_1samp(differences, 0.0)
+            p = float(test.pvalue)
     else:
         low = high = math.nan
     return Comparison(setting, arm, baseline, outcome, differences, mean, low, high, p)
@@ -187,7 +189,7 @@ def corrected(family: Sequence[Comparison]) -> list[Comparison]:
     if not family:
         return []
     known = [1.0 if math.isnan(c.p) else c.p for c in family]
-    holm = multipletests(known, alpha=LEVEL, method="holm")[1]
+    holm: Any = multipletests(known, alpha=LEVEL, method="holm")[1]
     return [
         Comparison(**{**vars(c), "holm": math.nan if math.isnan(c.p) else float(p)})
         for c, p in zip(family, holm, strict=True)

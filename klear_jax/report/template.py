@@ -34,6 +34,7 @@ section > p { color: var(--soft); }
 .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin: 14px 0; }
 figure { margin: 0; background: var(--paper); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 12px 10px; }
+figure.wide { grid-column: 1 / -1; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: 13px; line-height: 1.45; padding: 6px 6px 2px; }
 .scroll { overflow-x: auto; background: var(--paper); border: 1px solid var(--line);
@@ -98,7 +99,7 @@ PAGE = """<!DOCTYPE html>
 <div class="value">{{ card.value }}</div><div class="detail">{{ card.detail }}</div></div>
 {% endfor %}</div>{% endif %}
 {% if section.figures %}<div class="grid">
-{% for picture in section.figures %}<figure>
+{% for picture in section.figures %}<figure{% if picture.wide %} class="wide"{% endif %}>
 <img alt="{{ picture.alt }}" width="744" height="420" src="{{ picture.data_uri }}">
 {% if picture.caption %}<figcaption>{{ picture.caption }}</figcaption>{% endif %}
 </figure>

@@ -115,7 +115,15 @@ def train_gppo(
     Args:
         reference: parameters of the frozen reference, where the objective has a KL term.
         position, ahead: of a resumed run, as `Hooks.save` got them.
+
+    Raises:
+        ValueError: the objective has a KL term and there is no reference.
     """
+    if objective.kl_coef and reference is None:
+        raise ValueError(
+            f"kl_coef {objective.kl_coef} needs a reference: give the parameters that the KL term "
+            "is taken to"
+        )
     queue = collections.deque(ahead)
     drawn = first_step if position is None else position
 

@@ -64,8 +64,11 @@ class Objective:
                 "kl_estimator k1 as a loss has a gradient of expectation 0: it adds noise and no "
                 "pull; use k2 or k3"
             )
-        if not 0 < self.tis_cap < math.inf:
-            raise ValueError(f"tis_cap {self.tis_cap} must be > 0 and finite")
+        if not 1 <= self.tis_cap < math.inf:
+            raise ValueError(
+                f"tis_cap {self.tis_cap} must be >= 1 and finite: below 1 it would scale tokens on "
+                "which sampler and trainer agree"
+            )
         if self.erc is not None and not 0 <= self.erc[0] < 1 < self.erc[1]:
             raise ValueError(f"erc {self.erc} must be two numbers around 1, such as 0.95 1.05")
         if self.old_logprobs == "sampler" and (self.tis != "none" or self.erc is not None):

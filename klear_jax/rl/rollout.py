@@ -137,9 +137,9 @@ class Overlong:
     denominator. Advised below 32,768 tokens by the released code's notes."""
 
     def __post_init__(self):
-        if self.buffer < 0 or not 0 <= self.factor < float("inf"):
+        if self.buffer < 0 or not 0 < self.factor < float("inf"):
             raise ValueError(
-                f"overlong buffer {self.buffer} (tokens) and factor {self.factor} must be >= 0"
+                f"overlong buffer {self.buffer} (tokens) must be >= 0 and factor {self.factor} > 0"
             )
         if self.buffer == 0 and self.factor != 1.0:
             raise ValueError(

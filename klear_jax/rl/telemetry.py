@@ -138,7 +138,8 @@ def entropy_histogram(
 
 
 def by_entropy_decile(histogram: np.ndarray) -> dict[str, list[float]]:
-    """Shares of clipped tokens and of gradient mass in each tenth of the tokens, by entropy.
+    """Shares of clipped tokens and of gradient mass in each tenth of the tokens with A != 0, by
+    entropy.
 
     The tenths are cut from the histogram, whose bins are taken to be even inside. `clipped`: share
     of the tenth's tokens; `kept` and `lost`: the tenth's mass on clipped tokens, and its mass that

@@ -9,6 +9,8 @@ import pytest
 from klear_jax.rl.advantages import ADVANTAGES, is_informative
 
 ALL = sorted(ADVANTAGES)
+GROUPS = [name for name in ALL if name != "batch_normalised"]
+"""Estimators that compare within a group."""
 
 
 def advantages(name, rewards, valid=None):
@@ -22,9 +24,14 @@ def advantages(name, rewards, valid=None):
     [
         ("group_normalised", [1.7321, -0.5774, -0.5774, -0.5774]),
         ("group_normalised_sample", [1.5, -0.5, -0.5, -0.5]),
+        ("mean_centred", [0.75, -0.25, -0.25, -0.25]),
+        ("leave_one_out", [1, -0.3333, -0.3333, -0.3333]),
+        # A batch of one group is that group.
+        ("batch_normalised", [1.7321, -0.5774, -0.5774, -0.5774]),
     ],
 )
 def test_one_success_of_four(name, expected):
+    """The table of faults.md (verl PR 3635)."""
     np.testing.assert_allclose(advantages(name, [1, 0, 0, 0])[0], expected, atol=1e-4)
 
 
@@ -60,11 +67,54 @@ def test_one_or_no_valid_member(name):
     np.testing.assert_array_equal(advantages(name, [1, 1, 0], [True, True, False]), 0.0)
 
 
-@pytest.mark.parametrize("name", ALL)
+REWARDS = np.array([[1, 0, 0, 0], [5, 5, 5, 5], [0, 2, 2, 9.0]])
+VALID = np.array([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]], bool)
+
+
+def test_batch_normalised_equals_numpy():
+    """(R - mean) / std over the valid samples of all groups, so a uniform group counts."""
+    used = REWARDS[VALID]
+    expected = np.where(VALID, (REWARDS - used.mean()) / used.std(), 0)
+    got = advantages("batch_normalised", np.where(VALID, REWARDS, np.nan), VALID)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    assert (got[1] > 0).all()
+
+
+def test_batch_normalised_of_a_uniform_batch_is_exactly_zero():
+    rewards = np.full((3, 4), 0.1)
+    assert not advantages("batch_normalised", rewards).any()
+    rewards[0, 0] = np.nan
+    valid = np.isfinite(rewards)
+    assert not advantages("batch_normalised", rewards, valid).any()
+    assert not advantages("batch_normalised", rewards, valid & False).any()
+
+
+def test_batch_normalised_compares_single_samples_of_problems():
+    """With G = 1 there is no group to compare with, but there is a batch."""
+    got = advantages("batch_normalised", [[1.0], [0.0], [0.0], [1.0]])
+    np.testing.assert_allclose(got, [[1], [-1], [-1], [1]], rtol=1e-12)
+    for name in GROUPS:
+        assert not advantages(name, [[1.0], [0.0], [0.0], [1.0]]).any()
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_leave_one_out_equals_a_loop(row):
+    rewards, valid = REWARDS[row], VALID[row]
+    got = advantages("leave_one_out", np.where(valid, rewards, np.nan), valid)[0]
+    for i in range(4):
+        others = [rewards[j] for j in range(4) if valid[j] and j != i]
+        assert got[i] == pytest.approx(rewards[i] - np.mean(others) if valid[i] else 0, abs=1e-12)
+
+
+def test_mean_centred_keeps_the_scale_of_rewards():
+    np.testing.assert_allclose(advantages("mean_centred", [8.0, 0.0]), [[4.0, -4.0]])
+    np.testing.assert_allclose(advantages("mean_centred", [0.5, 0.0]), [[0.25, -0.25]])
+
+
+@pytest.mark.parametrize("name", GROUPS)
 def test_groups_do_not_mix(name):
-    rewards = np.array([[1, 0, 0, 0], [5, 5, 5, 5], [0, 2, 2, 9.0]])
-    together = advantages(name, rewards)
-    for row, group in zip(together, rewards, strict=True):
+    together = advantages(name, REWARDS)
+    for row, group in zip(together, REWARDS, strict=True):
         np.testing.assert_array_equal(row, advantages(name, group)[0])
 
 
@@ -83,9 +133,13 @@ def test_invariants(data, name):
     informative = used.size > 0 and used.min() < used.max()
     assert is_informative(rewards, valid)[0] == informative
     if informative:
-        spread = np.sqrt(np.mean(result[valid] ** 2))
-        ddof = used.size / (used.size - 1) if name.endswith("sample") else 1.0
-        np.testing.assert_allclose(spread, ddof**-0.5, rtol=5e-3)
+        spread, count = np.sqrt(np.mean(result[valid] ** 2)), used.size
+        scale = {
+            "group_normalised_sample": ((count - 1) / count) ** 0.5,
+            "mean_centred": used.std(),
+            "leave_one_out": used.std() * count / (count - 1),
+        }
+        np.testing.assert_allclose(spread, scale.get(name, 1.0), rtol=5e-3)
         # A larger reward never has a smaller advantage.
         order = np.argsort(used)
         assert (np.diff(result[valid][order]) >= 0).all()

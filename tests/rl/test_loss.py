@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy loss against a float64 oracle, its masking, and its telemetry."""
+"""The policy loss against a float64 oracle, its masking, and extreme ratios."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,11 @@ import optax
 import pytest
 
 from klear_jax.core.batch import RolloutBatch
-from klear_jax.rl.loss import LOG_RATIO_EDGES, histogram, policy_loss
-from klear_jax.rl.surrogates import SURROGATES, Clip
+from klear_jax.rl.loss import PLAIN, policy_loss
+from klear_jax.rl.objective import Objective
+from klear_jax.rl.surrogates import READS, SURROGATES, Clip, gradient_weight
 from klear_jax.train.state import init_state
-from klear_jax.train.step import loss_and_gradient, make_step
+from klear_jax.train.step import make_step
 
 SHAPE = (4, 20)
 """Of every batch, masked where a case is smaller: operations are compiled once."""
@@ -23,16 +26,18 @@ def padded(x):
 
 
 def rollouts(mask, advantages, old_logprobs, **changes):
-    """A batch in token mean; what the loss does not read is 0."""
+    """A batch in token mean, one response a row; what the loss does not read is 0."""
     mask = np.asarray(mask, bool)
     integers = np.zeros(mask.shape, np.int32)
     fields = {
-        "tokens": integers, "targets": integers, "positions": integers, "segments": integers,
+        "tokens": integers, "targets": integers, "positions": integers, "segments": integers + 1,
         "mask": mask,
         "loss_weights": mask / mask.sum(),
         "positive_weights": np.zeros(mask.shape),
         "advantages": np.where(mask, advantages, 0.0),
         "old_logprobs": old_logprobs,
+        "old_entropy": np.ones(mask.shape),
+        "reference_logprobs": np.zeros(mask.shape),
         "sampler_logprobs": old_logprobs,
     }  # fmt: skip
     fields |= changes
@@ -42,13 +47,14 @@ def rollouts(mask, advantages, old_logprobs, **changes):
     return RolloutBatch(**floats)
 
 
-def loss_of(logprobs, batch, clip):
+def loss_of(logprobs, batch, clip, objective=PLAIN):
     """Loss, gradient and summarised metrics."""
     rows, columns = np.shape(logprobs)
     logprobs = jnp.asarray(padded(logprobs), jnp.float32)
 
     def total(logprobs):
-        return policy_loss(logprobs, jnp.ones_like(logprobs), batch, clip=clip)
+        entropy = jnp.where(batch.mask, 1.0, jnp.nan)
+        return policy_loss(logprobs, entropy, batch, clip=clip, objective=objective)
 
     (loss, metrics), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
     gradient = np.asarray(gradient)
@@ -69,34 +75,60 @@ def random_case(seed=0, shape=(3, 17)):
     return logprobs, rollouts(mask, advantages, old, positive_weights=positive)
 
 
+def values(log_ratio, advantages, clip):
+    """The objective of every token as the papers print it, in float64."""
+    ratio, low, high = np.exp(log_ratio), 1 - clip.low, 1 + clip.high
+    name = clip.variant
+    if name == "reinforce":
+        return advantages
+    if name == "unclipped":
+        return ratio * advantages
+    if name in ("cispo", "cispo_upper"):
+        return np.clip(ratio, low if name == "cispo" else 0, high) * advantages
+    if name == "sapo":
+        tau = np.where(advantages > 0, clip.tau_positive, clip.tau_negative)
+        return 4 / tau / (1 + np.exp(-tau * (ratio - 1))) * advantages
+    if name == "aspo":
+        return np.minimum(np.exp(-np.sign(advantages) * log_ratio), clip.dual or 1e9) * advantages
+    bounded = np.clip(ratio, low, high)
+    if name == "ce_gppo":
+        bounded = np.where(ratio > high, clip.beta_high * high, bounded)
+        bounded = np.where(ratio < low, clip.beta_low * low, bounded)
+        outside = (ratio > high) & (advantages > 0) | (ratio < low) & (advantages < 0)
+        value = np.where(outside, bounded, ratio) * advantages
+    else:
+        value = np.minimum(ratio * advantages, bounded * advantages)
+    beyond = (advantages < 0) & (ratio > (clip.dual or 1e9))
+    return np.where(beyond, (clip.dual or 0) * advantages, value)
+
+
 def oracle(logprobs, batch, clip):
-    """Loss and its gradient token by token, from the printed formulas, float64."""
+    """Loss and its gradient from the printed formulas and the closed gradient weights, float64."""
+    rows, columns = logprobs.shape
     mask, advantages, old, positive = (
-        np.asarray(x, np.float64)
+        np.asarray(x, np.float64)[:rows, :columns]
         for x in (batch.mask, batch.advantages, batch.old_logprobs, batch.positive_weights)
     )
-    loss, gradient, count = 0.0, np.zeros(logprobs.shape), mask.sum()
-    for cell in zip(*np.nonzero(mask), strict=True):
-        ratio, advantage = np.exp(logprobs[cell] - old[cell]), advantages[cell]
-        low, high = 1 - clip.low, 1 + clip.high
-        bounded = min(max(ratio, low), high)
-        value, weight = min(ratio * advantage, bounded * advantage), ratio
-        keep = clip.variant == "gppo"
-        if advantage > 0 and ratio > high:
-            weight = keep * high
-        if advantage < 0 and ratio < low:
-            weight = keep * low
-        if clip.dual is not None and advantage < 0 and ratio > clip.dual:
-            value, weight = clip.dual * advantage, 0.0
-        loss -= value / count + positive[cell] * logprobs[cell]
-        gradient[cell] = -weight * advantage / count - positive[cell]
-    return loss, gradient
+    log_ratio = np.where(mask, logprobs - old, 0)
+    share = mask / mask.sum()
+    loss = -(share * values(log_ratio, advantages, clip)).sum() - (positive * logprobs).sum()
+    weight = gradient_weight(clip.variant, log_ratio, advantages, clip)
+    return loss, -share * weight * advantages - positive
 
 
-@pytest.mark.parametrize("dual", [None, 1.5])
-@pytest.mark.parametrize("variant", SURROGATES)
+def tuned(variant, dual=None):
+    """Every number that the variant reads away from its default."""
+    own = {"dual": dual, "beta_low": 0.5, "beta_high": 0.75, "tau_positive": 1.2,
+           "tau_negative": 0.9}  # fmt: skip
+    return Clip(variant=variant, **{name: own[name] for name in READS[variant]})
+
+
+@pytest.mark.parametrize(
+    ("variant", "dual"),
+    [(v, dual) for v in SURROGATES for dual in (None, 1.5) if dual is None or "dual" in READS[v]],
+)
 def test_loss_equals_oracle(variant, dual):
-    clip = Clip(dual=dual, variant=variant)
+    clip = tuned(variant, dual)
     logprobs, batch = random_case()
     loss, gradient, metrics = loss_of(logprobs, batch, clip)
     expected, expected_gradient = oracle(logprobs, batch, clip)
@@ -112,49 +144,56 @@ def test_loss_equals_oracle(variant, dual):
     np.testing.assert_allclose(metrics["entropy"], 1.0)
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_token_mean_does_not_depend_on_micro_batches(pieces):
-    """trl#3021: 2 tokens of loss 1 and 6 tokens of loss 3 are 2.5, not the mean of means, 2.0."""
+def test_unused_micro_batches_contribute_nothing():
+    """Two pieces of 2 and 6 tokens, then two that hold NaN: 2.5 (trl#3021), and no NaN."""
     mask = np.arange(6) < np.array([[2], [6]])
     batch = rollouts(mask, np.array([[-1.0], [-3.0]]), np.full((2, 6), -2.0))
-    used = min(pieces, 2)
-    batch = jax.tree.map(lambda x: x[:2].reshape(used, 2 // used, SHAPE[1]), batch)
-    if pieces == 4:  # two more pieces that are not used, full of NaN
-        unused = jax.tree.map(
-            lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 1), batch
-        )
-        batch = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, unused)
+    batch = jax.tree.map(lambda x: x[:2].reshape(2, 1, SHAPE[1]), batch)
+    unused = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 1), batch
+    )
+    batch = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, unused)
 
     def loss_fn(params, piece):
         logprobs = piece.old_logprobs + params["shift"]
         return policy_loss(logprobs, jnp.zeros_like(logprobs), piece, clip=Clip())
 
-    params = {"shift": jnp.zeros(())}
-    (loss, metrics), gradient = loss_and_gradient(loss_fn, params, batch, used)
-    assert float(loss) == 2.5
-    assert float(gradient["shift"]) == 2.5
-    assert int(metrics.sums["tokens/trained"]) == 8
-
     optimizer = optax.identity()
     step = make_step(loss_fn, optimizer=optimizer)
-    state, values = step(init_state(params, optimizer), batch, used, 0.01)
+    state, values = step(init_state({"shift": jnp.zeros(())}, optimizer), batch, 2, 0.01)
     assert float(values["loss"]) == float(values["grad_norm"]) == 2.5
+    assert int(values["tokens/trained"]) == 8
     np.testing.assert_allclose(float(state.params["shift"]), -0.025, rtol=1e-6)
     assert int(values["updates_skipped"]) == 0
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -91.0, 1e30])
-@pytest.mark.parametrize("variant", SURROGATES)
-def test_masked_tokens_contribute_nothing(variant, bad):
-    clip = Clip(variant=variant)
+BAD = (np.nan, np.inf, -np.inf, -91.0, 1e30)
+FULL = Objective(kl_coef=0.1, tis="sequence", erc=(0.9, 1.1), entropy_coef=0.01)
+
+
+@pytest.mark.parametrize(
+    ("variant", "level", "objective"),
+    [
+        *((variant, "token", PLAIN) for variant in SURROGATES),
+        ("ppo", "sequence", FULL),
+        ("gppo", "sequence_token", FULL),
+        ("unclipped", "geometric", FULL),
+    ],
+)
+def test_masked_tokens_contribute_nothing(variant, level, objective):
+    """Whatever stands there: each of `BAD` in turn, in every array of log-probs and entropies."""
+    clip = Clip(variant=variant, level=level)
     logprobs, batch = random_case(1)
     mask = np.asarray(batch.mask)
-    old = np.where(mask, np.asarray(batch.old_logprobs), bad)
-    dirty = batch.replace(
-        old_logprobs=jnp.asarray(old, jnp.float32), sampler_logprobs=jnp.asarray(old, jnp.float32)
-    )
-    loss, gradient, metrics = loss_of(logprobs, dirty, clip)
-    clean = loss_of(logprobs, batch, clip)
+    bad = np.resize(np.float32(BAD), mask.shape)
+    changes = {
+        name: jnp.asarray(np.where(mask, getattr(batch, name), bad))
+        for name in ("old_logprobs", "sampler_logprobs", "old_entropy", "reference_logprobs")
+    }
+    dirty = dataclasses.replace(batch, **changes)
+    spoiled = np.where(mask[:3, :17], logprobs, bad[:3, :17])
+    loss, gradient, metrics = loss_of(spoiled, dirty, clip, objective)
+    clean = loss_of(logprobs, batch, clip, objective)
     assert loss == clean[0]
     np.testing.assert_array_equal(gradient, clean[1])
     np.testing.assert_array_equal(gradient[~mask[:3, :17]], 0)
@@ -162,66 +201,26 @@ def test_masked_tokens_contribute_nothing(variant, bad):
         np.testing.assert_array_equal(value, clean[2][name], err_msg=name)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("variant", SURROGATES)
-def test_ratio_beyond_float32(variant, advantage):
-    """prime-rl#2972: trainer -2, sampler -91, a ratio of e^89."""
+def test_ratio_beyond_float32(variant):
+    """prime-rl#2972: trainer -2, sampler -91, a ratio of e^89, for either sign of A."""
     clip = Clip(variant=variant)
-    logprobs, old = np.array([[-2.0, -1.0]]), np.array([[-91.0, -1.0]])
-    loss, gradient, metrics = loss_of(logprobs, rollouts([[1, 1]], advantage, old), clip)
+    logprobs, old = np.array([[-2.0, -1.0]] * 2), np.array([[-91.0, -1.0]] * 2)
+    signs = np.array([[1.0], [-1.0]])
+    loss, gradient, metrics = loss_of(logprobs, rollouts(np.ones((2, 2)), signs, old), clip)
     assert np.isfinite(loss)
     assert np.isfinite(gradient).all()
+    # A mean over no token is the only metric without a value.
     assert all(np.isfinite(v).all() for k, v in metrics.items() if k != "nll_positive")
-    masked, masked_gradient, _ = loss_of(logprobs, rollouts([[0, 1]], advantage, old), clip)
-    assert masked == -advantage
-    np.testing.assert_array_equal(masked_gradient, [[0, -advantage]])
-
-
-def test_clip_fractions():
-    """trl#3032: fractions of tokens, each cell apart, and none of the masked tokens."""
-    ratio = np.array([[0.5, 1.5, 0.5, 1.5, 9.0]])
-    batch = rollouts([[1, 1, 1, 1, 0]], np.array([[1, 1, -1, -1, 1.0]]), np.zeros((1, 5)))
-    _, _, metrics = loss_of(np.log(ratio), batch, Clip(low=0.2, high=0.2))
-    fractions = ("clip/neg_low", "clip/pos_high", "outside/pos_low", "outside/neg_high")
-    assert [float(metrics[name]) for name in fractions] == [0.25] * 4
-    assert float(metrics["ratio/max"]) == 1.5
-
-
-def test_clip_fraction_cells_are_told_apart():
-    """One token in each cell but with other counts, bounds that differ, and A = 0 in none."""
-    ratio = np.array([[0.7, 0.7, 0.7, 1.25, 1.25, 1.4, 1.4, 0.5]])
-    signs = np.array([[-1, -1, 1, 1, -1, 1, -1, 0.0]])
-    batch = rollouts(np.ones((1, 8)), signs, np.zeros((1, 8)))
-    _, _, metrics = loss_of(np.log(ratio), batch, Clip(low=0.2, high=0.28))
-    assert float(metrics["clip/neg_low"]) == 2 / 8
-    assert float(metrics["clip/pos_high"]) == 1 / 8
-    assert float(metrics["outside/pos_low"]) == 1 / 8
-    assert float(metrics["outside/neg_high"]) == 1 / 8
-
-
-def test_sampler_gap():
-    old, sampled = np.array([[-1.0, -2.0, -3.0]]), np.array([[-1.5, -1.75, np.nan]])
-    batch = rollouts([[1, 1, 0]], 1.0, old, sampler_logprobs=sampled)
-    _, _, metrics = loss_of(old, batch, Clip())
-    assert float(metrics["sampler_gap"]) == 0.375
-    assert float(metrics["sampler_gap/max"]) == 0.5
-
-
-def test_histogram_equals_numpy():
-    rng = np.random.default_rng(0)
-    values = rng.normal(scale=0.7, size=(4, 500)).astype(np.float32)
-    values[0, :6] = [-1000, 1000, -1, 1, 0, 25]
-    mask = rng.random(values.shape) < 0.8
-    mask[0, :6] = True
-    counts = np.asarray(histogram(jnp.asarray(values), jnp.asarray(mask)))
-    edges = LOG_RATIO_EDGES.astype(np.float32)
-    expected, _ = np.histogram(np.clip(values[mask], -1, 1), bins=edges)
-    np.testing.assert_array_equal(counts, expected)
-    assert counts.shape == (40,)
-    assert counts.sum() == mask.sum()
+    mask = np.array([[0, 1], [0, 1]])
+    masked, masked_gradient, _ = loss_of(logprobs, rollouts(mask, signs, old), clip)
+    # A token at r = 1 has the value A, but for sapo, whose gate is (4 / tau) / 2.
+    both = 2 / clip.tau_positive - 2 / clip.tau_negative if variant == "sapo" else 0
+    assert masked == pytest.approx(-both / 2, abs=1e-6)
+    np.testing.assert_array_equal(masked_gradient, [[0, -0.5], [0, 0.5]])
 
 
 def test_loss_ignores_sampler_logprobs():
     logprobs, batch = random_case()
-    other = batch.replace(sampler_logprobs=batch.sampler_logprobs - 3)
+    other = dataclasses.replace(batch, sampler_logprobs=batch.sampler_logprobs - 3)
     assert loss_of(logprobs, other, Clip())[0] == loss_of(logprobs, batch, Clip())[0]
