@@ -33,6 +33,7 @@ from inputs import (
     tokenizer_of,
 )
 from jax.sharding import Mesh
+from preflight_run import check_parts
 from progress import Progress
 from session import (
     Interrupt,
@@ -57,6 +58,7 @@ from klear_jax.model import params as params_lib
 from klear_jax.model.config import ModelConfig
 from klear_jax.rewards import math as math_rewards
 from klear_jax.rewards.verdict import TRAINING_REWARDS
+from klear_jax.rl.checks import Parts
 from klear_jax.rl.loop import LoopConfig, train_gppo
 from klear_jax.rl.loss import make_policy_loss
 from klear_jax.rl.minibatch import Layout
@@ -90,6 +92,12 @@ class Prepared:
     layout: Layout
     fingerprint: dict[str, Any]
     """What a checkpoint of this run must agree with."""
+
+    def encode(self, problem: Problem) -> tuple[int, ...]:
+        return tuple(encode_prompt(self.tokenizer, problem.messages))
+
+    def decode(self, tokens) -> str:
+        return self.tokenizer.decode(tokens.tolist())
 
 
 def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
@@ -223,7 +231,7 @@ class RunHooks:
             ("greedy", 1, 0.0),
         ):
             result = evaluate(
-                self.evaluator, prepared.heldout, self.encode, self.decode,
+                self.evaluator, prepared.heldout, prepared.encode, prepared.decode,
                 math_rewards.grade_problem,
                 samples=samples, max_tokens=run.max_tokens, temperature=temperature,
             )  # fmt: skip
@@ -255,12 +263,6 @@ class RunHooks:
     def stop(self) -> bool:
         return self.interrupt.asked
 
-    def encode(self, problem: Problem) -> tuple[int, ...]:
-        return tuple(encode_prompt(self.prepared.tokenizer, problem.messages))
-
-    def decode(self, tokens) -> str:
-        return self.prepared.tokenizer.decode(tokens.tolist())
-
 
 def train(
     prepared: Prepared, mesh: Mesh, folder: Path, interrupt: Interrupt, *, init: Path | None
@@ -280,11 +282,27 @@ def train(
     )  # fmt: skip
     if first >= run.steps:
         print(f"{folder} is at step {first} already; nothing is left to do")
-    evaluated = rewind(folder, first)
     position, ahead = load_ahead(folder, first, mesh)
     # The weights that the run started from, kept beside those that move.
     reference = initial_params(init, cfg, mesh, seed=run.seed) if run.objective.kl_coef else None
     sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
+    reward = TRAINING_REWARDS[run.training_reward]
+    score = make_scorer(cfg, temperature=run.temperature)
+    loss = make_policy_loss(
+        cfg, clip=run.clip, objective=run.objective, temperature=run.temperature
+    )
+    step = make_step(loss, optimizer=optimizer)
+    if run.preflight and first < run.steps:
+        parts = Parts(
+            state=state, mesh=mesh, layout=prepared.layout, tokenizer=prepared.tokenizer,
+            encode=prepared.encode, decode=prepared.decode, sampler=sampler,
+            grade=math_rewards.grade_problem, reward=reward, objective=run.objective,
+            optim=run.optim, loss=loss, score=score, step=step, samples=run.samples,
+            max_tokens=run.max_tokens, temperature=run.temperature, seed=run.seed, folder=folder,
+            reference=reference,
+        )  # fmt: skip
+        check_parts(parts, prepared.stream(position), position, fresh=not run.resume)
+    evaluated = rewind(folder, first)
     truncation = Truncation(top_p=run.eval_top_p)
     # The noise of evaluations is the same for all seeds, as the questions are.
     evaluator = Sampler(
@@ -304,16 +322,9 @@ def train(
                 minibatch_groups=run.minibatch_groups, rounds=run.rounds, epochs=run.epochs,
                 lag=run.lag, overlap=run.overlap, overlong=run.overlong,
             ),
-            state=state, first_step=first, problems=prepared.stream, encode=hooks.encode,
-            decode=hooks.decode, sampler=sampler, grade=math_rewards.grade_problem,
-            reward=TRAINING_REWARDS[run.training_reward], objective=run.objective,
-            layout=prepared.layout, score=make_scorer(cfg, temperature=run.temperature),
-            step=make_step(
-                make_policy_loss(
-                    cfg, clip=run.clip, objective=run.objective, temperature=run.temperature
-                ),
-                optimizer=optimizer,
-            ),
+            state=state, first_step=first, problems=prepared.stream, encode=prepared.encode,
+            decode=prepared.decode, sampler=sampler, grade=math_rewards.grade_problem,
+            reward=reward, objective=run.objective, layout=prepared.layout, score=score, step=step,
             learning_rate=optim.make_schedule(run.optim, run.steps), mesh=mesh, hooks=hooks,
             reference=reference, position=position, ahead=ahead,
         )  # fmt: skip

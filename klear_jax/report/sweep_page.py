@@ -136,8 +136,10 @@ def _setting(
                 f"{label[:1].upper()}{label[1:]} in training: mean and 95 % interval over seeds. "
                 f"Grey: {sweep.baseline}.",
             )  # fmt: skip
-    names = {o.name: o.text for o in sweep_stats.outcomes(sweep.plan["steps"])}
+    names = {o.name: o.label for o in sweep_stats.outcomes(sweep.plan["steps"])}
     by_arm = {arm: table.loc[(setting, arm)] for arm in have}
+    if not have:
+        return Section(f"Setting {setting}", "No run has finished.")
     add("seeds", sweep_plots.dots(by_arm, sweep.baseline, names), "Plot: outcomes of every run",
         "Every run is a dot, the bar is the mean of an arm, the dashed line that of "
         f"{sweep.baseline}.")  # fmt: skip

@@ -28,20 +28,25 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number for each run; `text` is its name in a sentence."""
+    """A number for each run; `text` is its name in a sentence, `label` over a plot."""
 
     name: str
     text: str
+    label: str
 
 
 def outcomes(steps: int) -> tuple[Outcome, ...]:
     """What arms are compared on, settled before a sweep of so many steps."""
     window = window_of(steps)
     return (
-        Outcome("first", f"reward of the first {window} steps"),
-        Outcome("last", f"reward of the last {window} steps"),
-        Outcome("heldout", "held-out accuracy at the end, sampled"),
-        Outcome("drop", "log-prob change of tokens with A < 0 in a rollout's updates"),
+        Outcome("first", f"reward of the first {window} steps", f"reward, first {window}"),
+        Outcome("last", f"reward of the last {window} steps", f"reward, last {window}"),
+        Outcome("heldout", "held-out accuracy at the end, sampled", "held-out, sampled"),
+        Outcome(
+            "drop",
+            "log-prob change of tokens with A < 0 in a rollout's updates",
+            "log-prob change, A < 0",
+        ),
     )
 
 
@@ -108,7 +113,7 @@ def summary(sweep: SweepRuns) -> pd.DataFrame:
                 "seconds": metric("seconds").sum(),
             }
         )
-    return pd.DataFrame(rows).set_index(["setting", "arm", "seed"])
+    return pd.DataFrame(rows).set_index(["setting", "arm", "seed"]).sort_index()
 
 
 def _last(values: pd.Series) -> float:

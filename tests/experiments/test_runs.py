@@ -4,6 +4,7 @@
 import collections
 import json
 import os
+import re
 import signal
 import time
 
@@ -18,7 +19,9 @@ SMALL = (
     "--problems-per-step=4", "--samples=4", "--updates=2", "--max-tokens=40", "--slots=8",
     "--eval-problems=8", "--sft.steps=3", "--sft.batch=8", "--group-filter=none",
 )  # fmt: skip
-TIMES = ("time", "tokens_per_second", "seconds/sample", "seconds/train")
+TIMES = (
+    "time", "tokens_per_second", "seconds/sample", "seconds/train", "seconds/score", "step_seconds",
+)  # fmt: skip
 
 
 def lines_of(file):
@@ -130,6 +133,34 @@ def test_evaluation_of_a_run(finished, base, finish):
     assert len(lines_of(base / "scores" / "completions.jsonl")) == 16
     assert (base / "scores" / "report.html").is_file()
     assert "avg@2" in out
+
+
+# --- preflight --------------------------------------------------------------------------------
+
+
+def test_preflight_is_reported_and_changes_nothing(finished, base, finish):
+    """The same run without it has the same numbers."""
+    assert len(re.findall(r"^preflight: 9 checks passed in [0-9.]+ s$", finished[1], re.M)) == 1
+    assert not (finished[0] / "preflight").exists()
+    status, out, err = finish(
+        "run_gppo.py", *SMALL, "--steps=2", "--no-preflight", "--out=unchecked", cwd=base
+    )
+    assert status == 0, out + err
+    assert "preflight" not in out
+    assert steady(base / "unchecked" / "metrics.jsonl") == steady(finished[0] / "metrics.jsonl")
+    assert_same_weights(base / "unchecked", finished[0])
+
+
+def test_preflight_refuses_a_learning_rate_and_leaves_no_run(finished, base, finish):
+    flags = ("run_gppo.py", *SMALL, "--steps=1", "--out=refused", "--optim.learning-rate=0.5")
+    status, out, err = finish(*flags, cwd=base)
+    assert status == 2, out + err
+    assert "Traceback" not in err
+    assert "error: the preflight refuses the run" in err
+    assert "learning_rate 0.5 breaks the policy" in err
+    assert "--no-preflight" in err
+    assert "held-out" not in out
+    assert [path.name for path in (base / "refused").iterdir()] == [".lock"]
 
 
 # --- interruption -----------------------------------------------------------------------------
