@@ -314,7 +314,7 @@ def test_scorer_equals_the_losss_own_logprobs():
     batch = rollout_batch((2, 4))
     score = make_scorer(CFG, temperature=0.8)
     params = fresh()
-    scored, entropy = map(np.asarray, score(params, batch, 2))
+    scored = np.asarray(score(params, batch, 2)[0])
     part = np.asarray(score(params, batch, 1)[0])
     np.testing.assert_array_equal(part[0], scored[0])
     assert (part[1] == 0).all()
