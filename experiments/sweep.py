@@ -192,6 +192,7 @@ def plan(sweep: Sweep, out: Path) -> dict[str, Any]:
         "git_revision": git_revision(),
         "command": shlex.join(["python", *sys.argv]),
         "config": json.loads(json.dumps(dataclasses.asdict(sweep), default=str)),
+        "out": str(out),
         "baseline": BASELINE,
         "settings": {name: SETTINGS[name].text for name in sweep.settings},
         "arms": arms,
@@ -249,20 +250,26 @@ def open_sweep(sweep: Sweep) -> Path:
         number = 1
         while (out := RUNS / f"sweep-clipping-{number:04d}").exists():
             number += 1
-    made = plan(sweep, out)
     if sweep.resume:
         before = json.loads((out / PLAN).read_text(encoding="utf-8"))
-        if before["runs"] != made["runs"]:
+        # The configs and commands of the runs hold the folder as it was first given.
+        first = Path(before["out"])
+        if first.resolve() != out.resolve():
+            raise UsageError(
+                f"{out} was started as {first}, which is no name of it from here; resume it from "
+                "the folder in which it was started, and do not move it before it has ended"
+            )
+        if before["runs"] != plan(sweep, first)["runs"]:
             raise UsageError(
                 f"{out} was planned by other code: its runs have other configs than this version "
                 "would give them; check that version out, or start anew with another --out"
             )
-        return out
+        return first
     if out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
         raise UsageError(f"{out} is not empty; give another --out, or --resume to go on with it")
     with usage_errors():
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / PLAN, made)
+        write_json(out / PLAN, plan(sweep, out))
     return out
 
 
@@ -354,9 +361,9 @@ def run_tasks(tasks: Sequence[Task], workers: Workers) -> list[Task]:
         rest = (time.monotonic() - start) / ended * (left - ended)
         word = f"{seconds:.0f} s"
         if status != 0 or not task.done:
-            stopped = workers.asked and status in (0, 130)
-            word = "stopped" if stopped else f"FAILED with exit status {status}"
-            if not stopped:
+            # Interrupted while it was still importing, a script ends with another status than 130.
+            word = "stopped" if workers.asked else f"FAILED with exit status {status}"
+            if not workers.asked:
                 failed.append(task)
         print(f"[{ended}/{left}] {task.name}: {word}; about {rest / 60:.0f} min left", flush=True)
     return failed

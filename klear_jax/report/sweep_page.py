@@ -28,7 +28,8 @@ METHOD = (
     "Each arm against {baseline}, paired by seed: within a seed the questions, the sampling noise "
     "and the starting weights are the same. Two-sided paired t-test; p-values corrected by Holm's "
     "method over all arms and settings of one outcome ({family} comparisons). Intervals are 95 % t "
-    "intervals of one difference, not corrected. Outcomes and comparisons were written into "
+    "intervals of one difference, not corrected. The {seeds} seeds start from {starts} SFT starts, so "
+    "they are not fully independent, which the tests do not know. Outcomes and comparisons were written into "
     "sweep.json and this code before the first run. In red: a difference that is shown."
 )
 TELEMETRY = {
@@ -161,7 +162,8 @@ def _sentences(sweep: SweepRuns, found: Sequence[Comparison]) -> Section:
     family = len(found) // max(len({c.outcome.name for c in found}), 1)
     seeds = sweep_stats.seeds_of(sweep)
     rows = tuple((sweep_stats.sentence(c, seeds),) for c in found)
-    intro = METHOD.format(baseline=sweep.baseline, family=family)
+    starts = len({entry["sft_seed"] for entry in sweep.plan["runs"]})
+    intro = METHOD.format(baseline=sweep.baseline, family=family, seeds=seeds, starts=starts)
     return Section("Comparisons, one sentence each", intro, table=Table((), rows, kind="texts"))
 
 

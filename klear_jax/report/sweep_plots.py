@@ -111,6 +111,9 @@ def _mean_and_band(axes: Any, curve: pd.DataFrame, color: str, label: str) -> No
 
 
 def _arms_down(axes: Any, arms: Sequence[str], label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(4))  # more labels than this run into each other
     axes.set_yticks(range(len(arms)), arms)
     axes.set_ylim(len(arms) - 0.5, -0.5)
     axes.grid(axis="x")
