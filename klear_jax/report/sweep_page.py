@@ -28,9 +28,10 @@ METHOD = (
     "Each arm against {baseline}, paired by seed: within a seed the questions, the sampling noise "
     "and the starting weights are the same. Two-sided paired t-test; p-values corrected by Holm's "
     "method over all arms and settings of one outcome ({family} comparisons). Intervals are 95 % t "
-    "intervals of one difference, not corrected. The {seeds} seeds start from {starts} SFT starts, so "
-    "they are not fully independent, which the tests do not know. Outcomes and comparisons were written into "
-    "sweep.json and this code before the first run. In red: a difference that is shown."
+    "intervals of one difference, not corrected. The {seeds} seeds start from {starts} SFT starts, "
+    "so they are not fully independent, which the tests do not know. Outcomes and comparisons were "
+    "written into sweep.json and this code before the first run. In red: a difference that is "
+    "shown."
 )
 TELEMETRY = {
     "clip": ("clipped tokens", 2, True), "kept": ("mass on clipped", 2, True),
