@@ -51,6 +51,8 @@ from klear_jax.report.sweep_data import PLAN, finished
 MAY_DIFFER = ("jobs", "out", "resume")
 """What may change when a sweep is resumed. Seeds may not: to add some after a look at the results
 changes what the p-values mean."""
+NO_TERMINAL = {"TTY_COMPATIBLE": "0"}
+"""Keeps live progress out of the logs where colour is forced, as notebooks do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +315,7 @@ class Workers(Interrupt):
                 # A session of its own: the terminal's Ctrl-C comes through us, once.
                 process = subprocess.Popen(
                     task.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                    start_new_session=True,
+                    start_new_session=True, env=os.environ | NO_TERMINAL,
                 )  # fmt: skip
                 self.running.add(process)
                 with contextlib.suppress(AttributeError, OSError):
