@@ -134,8 +134,8 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
         )
     if run.max_tokens < SAFE_TOKENS and not run.overlong.filter:
         print(
-            f"note: completions are cut at {run.max_tokens} tokens and count as they are; below "
-            f"{SAFE_TOKENS} --overlong.filter, which leaves cut ones out, is steadier"
+            f"note: completions are cut at {run.max_tokens} tokens, and cut ones are trained on; "
+            f"--overlong.filter leaves them out, as is advised below {SAFE_TOKENS}"
         )
     heldout, longest_heldout = _heldout(run, tokenizer)
     if run.init is not None:
@@ -204,6 +204,9 @@ class RunHooks:
         record = self.logger.write(phase, step, readable(values))
         names = ("reward", "entropy", "clip", "grad_norm", "tokens_per_second")
         self.progress.show(step, record, names)
+        if not record.get("updates"):
+            why = f"{record['groups/trained']} groups to train on, {record['updates_skipped']}"
+            self.progress.note(f"step {step}: no update was taken: {why} updates not finite")
         limit = self.prepared.run.kl_warning
         if (kl := record.get("rollout/kl")) is not None and kl > limit:
             self.progress.note(

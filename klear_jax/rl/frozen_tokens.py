@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from klear_jax.rl.frozen import Scored, Slopes
-from klear_jax.rl.surrogates import Clip, Level, log_bounds
+from klear_jax.rl.surrogates import Clip, Level, log_high, log_low
 
 SAME_LOG_RATIO = 1e-4
 """Log-ratios that differ by less are those of the same token after the same text."""
@@ -43,7 +43,7 @@ class Tokens:
 
     def clipped(self, clip: Clip) -> tuple[np.ndarray, np.ndarray]:
         """Where A > 0 and r > 1 + high, and where A < 0 and r < 1 - low, at the clip's level."""
-        low, high = log_bounds(clip)
+        low, high = log_low(clip), log_high(clip)
         value = self.leveled(clip.level)
         return (self.advantages > 0) & (value > high), (self.advantages < 0) & (value < low)
 
@@ -171,7 +171,7 @@ CELLS = ("A > 0, r high", "A < 0, r low", "A > 0, r low", "A < 0, r high", "insi
 
 def cells_of(tokens: Tokens, base: Clip) -> np.ndarray:
     """The index in `CELLS` of each token, by the bounds of `base`."""
-    low, high = log_bounds(base)
+    low, high = log_low(base), log_high(base)
     positive, negative = tokens.advantages > 0, tokens.advantages < 0
     above, below = tokens.log_ratio > high, tokens.log_ratio < low
     conditions = [positive & above, negative & below, positive & below, negative & above]

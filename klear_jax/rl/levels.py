@@ -12,7 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from klear_jax.core import mesh as mesh_lib
 from klear_jax.core.batch import RolloutBatch
-from klear_jax.rl.surrogates import Clip, Level, Tokens, clipped_high, clipped_low, log_bounds
+from klear_jax.rl.surrogates import (
+    Clip,
+    Level,
+    Tokens,
+    clipped_high,
+    clipped_low,
+    log_high,
+    log_low,
+)
 
 LevelFn = Callable[[Tokens, RolloutBatch, Clip], Tokens]
 
@@ -42,7 +50,7 @@ def geometric(log_ratio: Tokens, batch: RolloutBatch, clip: Clip) -> Tokens:
     Geometric-mean policy optimization (arXiv 2507.20673): its clip is in log space, so that a range
     of +-0.4 is low = 1 - exp(-0.4), high = exp(0.4) - 1.
     """
-    low, high = log_bounds(clip)
+    low, high = log_low(clip), log_high(clip)
     held = jnp.where(clipped_high(log_ratio, batch.advantages, clip), high, log_ratio)
     held = jnp.where(clipped_low(log_ratio, batch.advantages, clip), low, held)
     return segment_mean(held, batch.segments, batch.mask)

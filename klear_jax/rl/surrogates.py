@@ -150,20 +150,24 @@ def anchor_of(log_ratio: Tokens) -> Tokens:
     return jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
-def log_bounds(clip: Clip) -> tuple[float, float]:
-    """(log(1 - low), log(1 + high)); the first is -inf where low is 1."""
-    low = np.log(1 - clip.low) if clip.low < 1 else -np.inf
-    return float(low), float(np.log(1 + clip.high))
+def log_low(clip: Clip) -> float:
+    """log(1 - low); -inf where low is 1."""
+    return float(np.log(1 - clip.low)) if clip.low < 1 else -float("inf")
+
+
+def log_high(clip: Clip) -> float:
+    """log(1 + high)."""
+    return float(np.log(1 + clip.high))
 
 
 def above(log_ratio: Tokens, clip: Clip) -> Array:
     """r > 1 + high."""
-    return log_ratio > log_bounds(clip)[1]
+    return log_ratio > log_high(clip)
 
 
 def below(log_ratio: Tokens, clip: Clip) -> Array:
     """r < 1 - low."""
-    return log_ratio < log_bounds(clip)[0]
+    return log_ratio < log_low(clip)
 
 
 def clipped_high(log_ratio: Tokens, advantages: Tokens, clip: Clip) -> Array:

@@ -9,19 +9,20 @@ from jaxtyping import Array, Bool, Float, Int
 from klear_jax.core import mesh as mesh_lib
 from klear_jax.model.config import ModelConfig
 
-PAGES = (None, None, None, "kv_heads", None)
-"""Logical axes of a page pool `[l, pages, page, k, e]`."""
+PAGES = (None, None, "kv_heads", None, None)
+"""Logical axes of a page pool, whose page has one block for each KV head."""
 
 
 @struct.dataclass
 class PagedCache:
     """Pools of pages; which pages a slot owns, and in which order, is in a page table.
 
-    A page id equal to the number of pages is no page: writes to it are dropped.
+    A page id equal to the number of pages is no page: writes to it are dropped. Both pools are laid
+    out as the two products of attention read them, so nothing is transposed on the way.
     """
 
-    k: Float[Array, "l pages page k e"]
-    v: Float[Array, "l pages page k e"]
+    k: Float[Array, "l pages k e page"]
+    v: Float[Array, "l pages k page e"]
 
     @property
     def pages(self) -> int:
@@ -30,18 +31,18 @@ class PagedCache:
     @property
     def page(self) -> int:
         """Tokens in a page."""
-        return self.k.shape[2]
+        return self.k.shape[-1]
 
 
 def init_cache(cfg: ModelConfig, *, pages: int, page: int) -> PagedCache:
     """Empty pools in the compute type, KV heads cut over the mesh."""
-    shape = (cfg.layers, pages, page, cfg.kv_heads, cfg.head_dim)
+    block = (cfg.layers, pages, cfg.kv_heads)
 
-    def zeros():
-        pool = jnp.zeros(shape, cfg.dtype)
+    def zeros(*sizes):
+        pool = jnp.zeros((*block, *sizes), cfg.dtype)
         return mesh_lib.constrain(pool, *PAGES, rules=mesh_lib.SAMPLE)
 
-    return jax.jit(lambda: PagedCache(zeros(), zeros()))()
+    return PagedCache(zeros(cfg.head_dim, page), zeros(page, cfg.head_dim))
 
 
 def write_prompts(
@@ -53,16 +54,28 @@ def write_prompts(
 ) -> PagedCache:
     """Copy the keys and values of prompt `rows[i]` to the pages `destinations[i]`."""
 
-    def copy(pool, prompt, rows, destinations):
-        l, _, p, heads, e = prompt.shape
-        page = pool.shape[2]
-        chosen = prompt[:, rows].reshape(l, rows.shape[0], p // page, page, heads, e)
-        return pool.at[:, destinations].set(chosen, mode="drop")
+    def copy(k_pool, v_pool, k, v, rows, destinations):
+        l, _, p, heads, e = k.shape
+        page = v_pool.shape[3]
 
+        def blocks(prompt):
+            return prompt[:, rows].reshape(l, rows.shape[0], p // page, page, heads, e)
+
+        k_blocks = blocks(k).transpose(0, 1, 2, 4, 5, 3)
+        v_blocks = blocks(v).transpose(0, 1, 2, 4, 3, 5)
+        return (
+            k_pool.at[:, destinations].set(k_blocks, mode="drop"),
+            v_pool.at[:, destinations].set(v_blocks, mode="drop"),
+        )
+
+    prompt = (None, None, None, "kv_heads", None)
     run = mesh_lib.sharded(
-        copy, inputs=(PAGES, PAGES, (None,), (None, None)), outputs=PAGES, rules=mesh_lib.SAMPLE
+        copy,
+        inputs=(PAGES, PAGES, prompt, prompt, (None,), (None, None)),
+        outputs=(PAGES, PAGES),
+        rules=mesh_lib.SAMPLE,
     )
-    return PagedCache(run(cache.k, k, rows, destinations), run(cache.v, v, rows, destinations))
+    return PagedCache(*run(cache.k, cache.v, k, v, rows, destinations))
 
 
 def attend_and_write(
@@ -93,19 +106,21 @@ def attend_and_write(
 
 def _attend_and_write(k_pool, v_pool, q, k, v, layer, table, positions, live):
     s, _, h, e = q.shape
-    pages, page, kv_heads = k_pool.shape[1:4]
+    pages, kv_heads, page = k_pool.shape[1], k_pool.shape[2], k_pool.shape[4]
     own = jnp.take_along_axis(table, (positions // page)[:, None], axis=1)[:, 0]
     own = jnp.where(live, own, pages)
     offset = positions % page
-    k_pool = k_pool.at[layer, own, offset].set(k[:, 0], mode="drop")
-    v_pool = v_pool.at[layer, own, offset].set(v[:, 0], mode="drop")
+    k_pool = k_pool.at[layer, own, :, :, offset].set(k[:, 0], mode="drop")
+    v_pool = v_pool.at[layer, own, :, offset].set(v[:, 0], mode="drop")
 
-    keys = k_pool[layer, table].reshape(s, -1, kv_heads, e)
-    values = v_pool[layer, table].reshape(s, -1, kv_heads, e)
+    keys, values = k_pool[layer, table], v_pool[layer, table]
     grouped = q.reshape(s, kv_heads, h // kv_heads, e)
-    scores = jnp.einsum("skqe,scke->skqc", grouped, keys, preferred_element_type=jnp.float32)
-    seen = jnp.arange(keys.shape[1]) <= positions[:, None]
-    scores = jnp.where(seen[:, None, None], scores * e**-0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    mixed = jnp.einsum("skqc,scke->skqe", weights, values)
+    # One product for each page and head: queries are repeated so that pages stay where they are.
+    paged = jnp.broadcast_to(grouped[:, None], (s, table.shape[1], *grouped.shape[1:]))
+    scores = jnp.einsum("spkqe,spkec->spkqc", paged, keys, preferred_element_type=jnp.float32)
+    cells = jnp.arange(table.shape[1] * page).reshape(-1, page)
+    seen = cells <= positions[:, None, None]
+    scores = jnp.where(seen[:, :, None, None], scores * e**-0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=(1, 4)).astype(values.dtype)
+    mixed = jnp.einsum("spkqc,spkce->spkqe", weights, values).sum(axis=1)
     return mixed.reshape(s, 1, h, e), k_pool, v_pool

@@ -48,12 +48,19 @@ class EngineConfig:
     """Decode steps in one dispatch."""
     prefill_rows: int = 8
     """Prompts in one prefill."""
+    narrowest: int | None = None
+    """When nothing waits any more and at most half of the slots are going, decode half as many, and
+    so on down to this; each width is compiled once. None: always all slots."""
     truncation: Truncation = Truncation()
 
     def __post_init__(self):
         small = {k: getattr(self, k) for k in ("slots", "length", "page", "steps", "prefill_rows")}
         if min(small.values()) < 1:
             raise ValueError(f"engine sizes must be at least 1, not {small}")
+        if self.narrowest is not None and not 1 <= self.narrowest <= self.slots:
+            raise ValueError(
+                f"narrowest {self.narrowest} must lie in 1..{self.slots} (slots); None keeps all"
+            )
         if self.pages is not None and self.pages < self.slot_pages:
             raise ValueError(
                 f"{self.pages} pages of {self.page} tokens cannot hold one sequence of "
@@ -68,6 +75,12 @@ class EngineConfig:
     def pages_for(self, length: int) -> int:
         """Pages of a sequence; its last token is never fed, so it needs no place in the cache."""
         return max(-(-(length - 1) // self.page), 1)
+
+    def width_for(self, going: int, width: int) -> int:
+        """Slots to decode when `going` of `width` are left and nothing waits."""
+        while self.narrowest and max(2 * going, 2 * self.narrowest) <= width:
+            width //= 2
+        return width
 
     @property
     def pool_pages(self) -> int:
@@ -132,6 +145,7 @@ class Emitted:
     """Steps that were run."""
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "engine"))
 def init_state(cfg: ModelConfig, engine: EngineConfig) -> DecodeState:
     """A state whose slots are all free."""
     s = engine.slots
@@ -177,6 +191,17 @@ def insert(state: DecodeState, prefix: Prefix, new: Insertion) -> DecodeState:
     names = ("table", "tokens", "positions", "budgets", "sample_ids", "temperatures")
     live = state.live.at[new.slots].set(True, mode="drop")
     return dataclasses.replace(state, cache=cache, live=live, **{name: put(name) for name in names})
+
+
+def narrow(state: DecodeState, slots: Int[np.ndarray, " w"]) -> DecodeState:
+    """Only these slots, in this order; the cache stays as it is."""
+    names = [field.name for field in dataclasses.fields(state) if field.name != "cache"]
+    return dataclasses.replace(state, **_pick({n: getattr(state, n) for n in names}, slots))
+
+
+@jax.jit
+def _pick(vectors: dict[str, Array], slots: Int[Array, " w"]) -> dict[str, Array]:
+    return {name: vector[slots] for name, vector in vectors.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "engine"), donate_argnames="state")
@@ -225,7 +250,7 @@ def generate(
         )
         return number + 1, state, tokens, logprobs
 
-    shape = (engine.steps, engine.slots)
+    shape = (engine.steps, state.tokens.shape[0])
     empty = (jnp.zeros((), jnp.int32), state, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape))
     steps, state, tokens, logprobs = jax.lax.while_loop(unfinished, step, empty)
     return state, Emitted(tokens, logprobs, state.live, steps)

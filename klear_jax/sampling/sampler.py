@@ -92,15 +92,21 @@ class Sampler:
         waiting = collections.deque(requests)
         running: dict[int, _Running] = {}
         seed = jnp.asarray(self.seed, jnp.int32)
-        slots = self.engine.slots
+        width = self.engine.slots
         while waiting or running:
             if call != self._call:
                 raise RuntimeError(
                     "a later call of sample() has taken the slots of this one; finish an iterator "
                     "before the next call, or use a Sampler of its own"
                 )
-            self._fill(waiting, running, table, prompts)
-            refill = max(slots // 8, 1) if waiting else slots + 1
+            if waiting:
+                self._fill(waiting, running, table, prompts)
+            refill = max(width // 8, 1)
+            if not waiting:
+                running, width = self._narrow(running, width)
+                # Come back when the next halving is due; where there is none, when all have ended.
+                halves = self.engine.width_for(1, width) < width
+                refill = len(running) - width // 2 if halves else width + 1
             self._state, emitted = engine_lib.generate(
                 self.params, self._state, seed, jnp.asarray(refill), cfg=self.cfg,
                 engine=self.engine,
@@ -112,7 +118,7 @@ class Sampler:
             for slot in [s for s in running if not emitted.live[s]]:
                 record = running.pop(slot)
                 record.add(emitted, slot)
-                table.release(slot)
+                table.release(record.place)
                 yield record.completion(self.engine.stop_ids)
             for slot, record in running.items():
                 record.add(emitted, slot)
@@ -125,13 +131,27 @@ class Sampler:
         while waiting and table.reserve(waiting[0]):
             request = waiting.popleft()
             slot = table.newest
-            running[slot] = _Running(request)
+            running[slot] = _Running(request, slot)
             batch, row = prompts.locate(request)
             by_prefix[batch].append((slot, row, request))
         for batch, members in by_prefix.items():
             new = self._insertion(members, table)
             self._state = engine_lib.insert(self._state, prompts.prefixes[batch], new)
         prompts.forget(waiting)
+
+    def _narrow(
+        self, running: dict[int, "_Running"], width: int
+    ) -> tuple[dict[int, "_Running"], int]:
+        """Go on with as few of `width` slots as the engine allows; what runs in them, and how
+        many they are."""
+        fewer = self.engine.width_for(len(running), width)
+        if fewer == width:
+            return running, width
+        assert self._state is not None
+        free = [slot for slot in range(width) if slot not in running]
+        slots = np.asarray([*running, *free][:fewer], np.int32)
+        self._state = engine_lib.narrow(self._state, slots)
+        return dict(enumerate(running.values())), fewer
 
     def _insertion(self, members, table: "_PageTable") -> Insertion:
         slots = self.engine.slots
@@ -207,8 +227,10 @@ def check_request(request: Request, cfg: ModelConfig, engine: EngineConfig) -> N
 class _Running:
     """A request in a slot and what it has drawn so far."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, place: int):
         self.request = request
+        self.place = place
+        """Its slot in the page table; the one on the device changes when slots become fewer."""
         self.tokens: list[np.ndarray] = []
         self.logprobs: list[np.ndarray] = []
 

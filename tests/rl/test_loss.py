@@ -123,7 +123,7 @@ def tuned(variant, dual=None):
     """Every number that the variant reads away from its default."""
     own = {"dual": dual, "beta_low": 0.5, "beta_high": 0.75, "tau_positive": 1.2,
            "tau_negative": 0.9}  # fmt: skip
-    return Clip(variant=variant, **{name: own[name] for name in READS[variant]})
+    return Clip(variant=variant, **{name: own[name] for name in READS[variant] if name in own})
 
 
 @pytest.mark.parametrize(

@@ -233,10 +233,10 @@ EQUIVALENT = {
         "the ratio is detached: an infinity that is not chosen has no gradient to spoil",
         DETACHED,
     ),
-    ("above", "log_ratio > log_bounds(clip)[1] -> log_ratio >= log_bounds(clip)[1]"): (
+    ("above", "log_ratio > log_high(clip) -> log_ratio >= log_high(clip)"): (
         CONTINUOUS, {"gppo", "gppo_high"},
     ),
-    ("below", "log_ratio < log_bounds(clip)[0] -> log_ratio <= log_bounds(clip)[0]"): (
+    ("below", "log_ratio < log_low(clip) -> log_ratio <= log_low(clip)"): (
         CONTINUOUS, {"gppo", "gppo_low"},
     ),
 }  # fmt: skip

@@ -306,6 +306,8 @@ def test_every_variant_has_rows():
     assert names == set(SURROGATES) == set(READS) == set(surrogates._WEIGHTS)
     assert {(row[0], row[2]) for row in TABLE} == {(n, sign) for n in names for sign in (+1, -1)}
     assert all(len(ratios) == len(expected) for *_, ratios, expected in TABLE)
+    # A number of a variant's own is tried away from its default.
+    assert set(OWN) | {"dual"} == set(surrogates._OWN_FIELDS)
 
 
 def test_sapo_samples():

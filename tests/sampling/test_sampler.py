@@ -136,6 +136,28 @@ def test_slots_do_not_matter(params, baseline, slots):
     assert_equal(complete(params, engine(slots), REQUESTS), baseline)
 
 
+@pytest.mark.parametrize("narrowest", [1, 5])
+def test_fewer_slots_at_the_end_change_nothing(params, baseline, tables, narrowest):
+    assert_equal(complete(params, engine(16, narrowest=narrowest), REQUESTS), baseline)
+    (table,) = tables
+    assert table.rows == {}
+    assert sorted(table._free_slots) == list(range(16))
+    assert len(table._free_pages) == table.engine.pool_pages
+
+
+def test_widths_are_halves_that_hold_what_is_going():
+    config = engine(48, narrowest=6)
+    widths = {going: config.width_for(going, 48) for going in (48, 25, 24, 13, 12, 7, 6, 1)}
+    assert widths == {48: 48, 25: 48, 24: 24, 13: 24, 12: 12, 7: 12, 6: 6, 1: 6}
+    assert engine(48).width_for(1, 48) == 48
+
+
+@pytest.mark.parametrize("narrowest", [0, 17])
+def test_narrowest_must_be_a_number_of_slots(narrowest):
+    with pytest.raises(ValueError, match=f"narrowest {narrowest} .*16"):
+        engine(16, narrowest=narrowest)
+
+
 def test_order_does_not_matter(params, baseline):
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(len(REQUESTS))
@@ -469,7 +491,7 @@ def test_completions_on_a_cut_mesh(params, baseline):
     layout = params_lib.shardings(CFG, mesh)
     with jax.set_mesh(mesh):
         placed = jax.tree.map(jax.device_put, host_params(), layout)
-        got = complete(placed, MAIN, REQUESTS)
+        got = complete(placed, engine(8, narrowest=4), REQUESTS)
     assert_equal(got, baseline)
 
 
