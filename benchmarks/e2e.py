@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One whole GPPO step, in samples per CPU second on one pinned thread, for comparison with others.
+"""One whole GPPO step, in samples per CPU second on one pinned thread, beside other engines.
 
-    python benchmarks/e2e.py --bench=DIR --size=tiny                  # this project alone
-    python benchmarks/e2e.py --bench=DIR --size=m512 --rounds=3 \
-        --trl=TRL_VENV/bin/python --tunix=TUNIX_VENV/bin/python       # interleaved, with ratios
+    python benchmarks/e2e.py tiny --bench=DIR                     # this project alone
+    python benchmarks/e2e.py m512 --bench=DIR --reuse-sampler-logprobs
+    python benchmarks/e2e.py tiny --bench=DIR --rounds=3 \\
+        --trl=TRL_VENV/bin/python --tunix=TUNIX_VENV/bin/python   # taking turns, with ratios
 
-DIR holds `e2e_common.py` (sizes, random weights, prompts, the clock) and the scripts of the other
-engines. A step is: sample 8 completions of each prompt, grade (parity of the sum of ids), group
-advantages, pack, old log-probs, four optimizer updates; it goes through `rl.loop`'s own `roll_out`
-and `take_updates`, so the drift measurement after the last update is in it. With
-`--old-logprobs=sampler` the scoring pass is left out.
+DIR holds `e2e_common.py` (sizes, random weights, prompts, the clock, which pins the process to core
+$CPU) and the scripts of the other engines; its README names the packages that they need. A step is:
+sample 8 completions of each prompt, grade (parity of the sum of ids), group advantages, pack, old
+log-probs, four optimizer updates. It goes through `rl.loop`'s own `roll_out` and `take_updates`, so
+telemetry and the drift measurement after the last update are in it. With --reuse-sampler-logprobs
+the log-probs captured while sampling are the old ones and the scoring pass is left out; set that
+beside the other engine "less its old log-probs".
 """
 
 import dataclasses
@@ -19,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,38 +32,43 @@ import tyro
 class Bench:
     """What to time."""
 
+    size: tyro.conf.Positional[Literal["tiny", "m512"]]
+    """0.35 M parameters, 32 prompts x 8; or 27 M, 8 x 8."""
     bench: Path
     """Folder with e2e_common.py."""
-    size: Literal["tiny", "m512"] = "tiny"
-    """0.35 M parameters, 32 prompts x 8; or 27 M, 8 x 8."""
     steps: int = 5
     """Timed steps of a round, after one to warm up."""
     rounds: int = 1
     """Rounds; the engines take turns."""
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Score with the trainer, or reuse what the sampler captured."""
+    reuse_sampler_logprobs: bool = False
+    """Take what the sampler captured for the old log-probs, in place of a scoring pass."""
     trl: Path | None = None
     """Python of an environment with TRL."""
     tunix: Path | None = None
     """Python of an environment with tunix."""
     slots: int | None = None
-    """Sequences decoded at a time; by default 128 (tiny) or 32 (m512)."""
+    """Sequences decoded at a time; None: what was best for the size."""
     row_tokens: int | None = None
-    """Tokens of a packed row; by default 80, one longest sequence."""
-    rows: int = 8
-    """Rows of a micro-batch."""
+    """Tokens of a packed row; None: the same."""
+    rows: int | None = None
+    """Rows of a micro-batch; None: the same."""
     worker: bool = False
     """Time this project in this process; what the driver starts."""
+
+
+BEST = {"tiny": (128, 80, 4), "m512": (64, 160, 2)}
+"""Slots, tokens of a row, rows of a micro-batch."""
 
 
 def main(bench: Bench) -> None:
     if bench.worker:
         time_steps(bench)
         return
-    flags = [f"--bench={bench.bench.absolute()}", f"--size={bench.size}", f"--steps={bench.steps}"]
-    flags += [f"--old-logprobs={bench.old_logprobs}", f"--rows={bench.rows}", "--worker"]
-    flags += [f"--slots={bench.slots}"] if bench.slots else []
-    flags += [f"--row-tokens={bench.row_tokens}"] if bench.row_tokens else []
+    flags = [bench.size, f"--bench={bench.bench.absolute()}", f"--steps={bench.steps}", "--worker"]
+    flags += ["--reuse-sampler-logprobs"] if bench.reuse_sampler_logprobs else []
+    for name in ("slots", "row_tokens", "rows"):
+        if (value := getattr(bench, name)) is not None:
+            flags.append(f"--{name.replace('_', '-')}={value}")
     commands = {"klear_jax": ([sys.executable, __file__, *flags], {})}
     other = [bench.size, str(bench.steps)]
     if bench.trl:
@@ -127,11 +134,14 @@ def time_steps(bench: Bench) -> None:
     size = common.size(bench.size, bench.steps)
     clock = common.Clock()
     longest = size["max_prompt"] + size["max_new"]
-    row = bench.row_tokens or longest
-    groups = size["prompts"] // size["updates"]
-    per_row = row // (longest - 1)
-    rows = -(-groups * size["G"] // per_row)
-    layout = Layout(row, bench.rows, -(-rows // bench.rows))
+    slots, row, rows = (
+        given or best
+        for given, best in zip((bench.slots, bench.row_tokens, bench.rows), BEST[bench.size],
+                               strict=True)
+    )  # fmt: skip
+    # As many rows as mini-batches of longest sequences would need.
+    most = -(-size["mini"] // (row // (longest - 1)))
+    layout = Layout(row, rows, -(-most // rows))
     prompts = {
         str(n): Problem(str(n), (Message("user", "-"),), "-")
         for n in range(len(size["prompt_ids"]))
@@ -152,7 +162,8 @@ def time_steps(bench: Bench) -> None:
         clip_norm=common.CLIP_NORM,
     )  # fmt: skip
     optimizer = optim.make_optimizer(adam)
-    objective = Objective(positive_nll=0.0, old_logprobs=bench.old_logprobs)
+    source = "sampler" if bench.reuse_sampler_logprobs else "trainer"
+    objective = Objective(positive_nll=0.0, old_logprobs=source)
     cfg = loop.LoopConfig(
         steps=1 + bench.steps, samples=size["G"], keep=size["prompts"], updates=size["updates"],
         max_tokens=size["max_new"], temperature=1.0, group_filter="none", eval_every=0,
@@ -162,10 +173,10 @@ def time_steps(bench: Bench) -> None:
     with jax.set_mesh(mesh):
         params, model = hf.load(Path(common.weights(size)), mesh=mesh)
         state = init_state(params, optimizer)
-        slots = bench.slots or {"tiny": 128, "m512": 32}[bench.size]
+        # A page holds a whole sequence: on a CPU fewer, larger products are worth the room.
         engine = EngineConfig(
-            slots=slots, length=longest, stop_ids=tuple(size["eos"]),
-            prefill_rows=min(32, size["prompts"]),
+            slots=slots, length=longest, stop_ids=tuple(size["eos"]), page=longest,
+            prefill_rows=size["prompts"], narrowest=8,
         )  # fmt: skip
         sampler = Sampler(state.params, model, engine, seed=0)
         score = make_scorer(model, temperature=1.0)
@@ -174,30 +185,29 @@ def time_steps(bench: Bench) -> None:
             make_policy_loss(model, clip=clip, objective=objective), optimizer=optimizer
         )
         before = jax.device_get(state.params.embed)
+        values = {}
         clock.mark()
+        score_timed = clock.wrap("old_logp", lambda *args: jax.block_until_ready(score(*args)))
+        roll_out = clock.wrap("roll_out", loop.roll_out)
+        take_updates = clock.wrap("updates", loop.take_updates)
         for number in range(cfg.steps):
-            begin = time.process_time()
-            rolled = loop.roll_out(
+            rolled = roll_out(
                 cfg, number, number, state.params, problems,
                 lambda problem: tuple(size["prompt_ids"][int(problem.id)]),
                 lambda ids: " ".join(map(str, ids.tolist())), sampler, grade,
-                lambda kind, verdict: verdict.reward, objective, layout, score, mesh, None,
+                lambda kind, verdict: verdict.reward, objective, layout, score_timed, mesh, None,
             )  # fmt: skip
-            share = rolled.values["seconds/score"]
-            spent = time.process_time() - begin
-            # One thread: the seconds of scoring are CPU seconds, less what others took meanwhile.
-            wall = rolled.values["seconds/sample"] + share
-            clock.add("old_logp", spent * share / wall)
-            clock.add("generate", spent * (1 - share / wall))
-            begin = time.process_time()
-            state, values = loop.take_updates(cfg, state, rolled, step, score, common.LR)
-            clock.add("updates", time.process_time() - begin)
+            # Grading and packing are in it: threads grade while others still decode.
+            clock.add("generate", clock.cpu.pop("roll_out") - clock.cpu.get("old_logp", 0.0))
+            state, values = take_updates(cfg, state, rolled, step, score, common.LR)
             mean = rolled.values["length/mean"]
             lengths = [mean] * (size["samples"] - 1) + [rolled.values["length/max"]]
             clock.step(lengths)
         moved = float(abs(jax.device_get(state.params.embed) - before).max())
     assert values["updates"] == size["updates"]
-    clock.report("klear_jax", size, old_logprobs=bench.old_logprobs, moved=moved)
+    clock.report(
+        "klear_jax", size, old_logprobs=source, moved=moved, slots=slots, row=row, rows=rows
+    )
 
 
 if __name__ == "__main__":
