@@ -237,7 +237,8 @@ def test_one_program_for_any_number_of_micro_batches(spec, cut_mesh):
             if number == 0:
                 count = len(traced)
         assert len(traced) == count
-        assert step._cache_size() == 1
+        # In a process with thousands of programs jax may have let go of this one already.
+        assert step._cache_size() <= 1
     assert len(set(seen)) > 15
     assert int(state.updates) == 20
 
