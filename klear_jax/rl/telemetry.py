@@ -73,8 +73,7 @@ def telemetry(
     rows = (mask, clipped, mass, mass * clipped, unclipped, lost)
     gap = jnp.where(mask, jnp.abs(batch.old_logprobs - batch.sampler_logprobs), 0.0)
     ratio, position = ratio_of(log_ratio), batch.positions.astype(log_ratio.dtype)
-    # k3, the low-variance estimator of KL(old || new): r - 1 - log r >= 0 for every token.
-    kl = ratio - 1 - jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl = kl_from_old(log_ratio)
     positive = mask & (batch.positive_weights > 0)
     return Metrics(
         sums={
@@ -102,6 +101,11 @@ def telemetry(
             "sampler_gap/max": gap.max(),
         },
     )
+
+
+def kl_from_old(log_ratio: Tokens) -> Tokens:
+    """k3, the low-variance estimator of KL(old || new): r - 1 - log r >= 0 for every token."""
+    return ratio_of(log_ratio) - 1 - jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _slope(terms: Callable[[Tokens], Tokens], log_ratio: Tokens) -> Tokens:
@@ -190,7 +194,7 @@ def drift(logprobs: Float[Array, "m b t"], batch: RolloutBatch) -> dict[str, Arr
     KL(old || new) by k3, and the mean change of log-prob, of tokens with A > 0 and with A < 0.
     """
     change = jnp.where(batch.mask, logprobs - batch.old_logprobs, 0.0)
-    kl = ratio_of(change) - 1 - jnp.clip(change, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl = kl_from_old(change)
     good, bad = batch.mask & (batch.advantages > 0), batch.mask & (batch.advantages < 0)
 
     def mean(values, chosen):
