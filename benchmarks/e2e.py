@@ -125,7 +125,7 @@ def time_steps(bench: Bench) -> None:
     from klear_jax.rl.minibatch import Layout
     from klear_jax.rl.objective import Objective
     from klear_jax.rl.surrogates import Clip
-    from klear_jax.sampling.engine import EngineConfig
+    from klear_jax.sampling.config import EngineConfig
     from klear_jax.sampling.sampler import Sampler
     from klear_jax.train import optim
     from klear_jax.train.state import init_state

@@ -63,6 +63,30 @@ class Common:
             raise ValueError(f"seed {self.seed} must be >= 0")
 
 
+@dataclasses.dataclass(frozen=True)
+class Decoding(Common):
+    """What every run that samples has."""
+
+    slots: int = 64
+    """Sequences that the sampler decodes at a time, on all devices together."""
+    page: int = 32
+    """Tokens in a page of the key/value cache; 128 on a TPU."""
+    cache_tokens: int | None = None
+    """Tokens that the key/value cache holds, on all devices together; None: as many as all slots at
+    full length need. With fewer, requests wait for pages, and the youngest make room."""
+    narrowest: int | None = None
+    """At the end of a rollout decode half the slots, a quarter, ... down to this many; each width
+    is compiled once. None: always all."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.slots, self.page) < 1 or (self.cache_tokens or self.page) < self.page:
+            raise ValueError(
+                f"slots {self.slots} and page {self.page} must be at least 1, and cache_tokens "
+                f"{self.cache_tokens} at least a page"
+            )
+
+
 _SFT_OPTIM = OptimConfig(
     learning_rate=2e-3, warmup_steps=20, schedule="cosine", final_learning_rate=2e-4,
     b2=0.95, weight_decay=0.01,
@@ -109,7 +133,7 @@ class SftRun(Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class GppoRun(Common):
+class GppoRun(Decoding):
     """Reinforcement learning with verifiable rewards.
 
     Without --init and --problems, an SFT start for the tasks is trained first (with `sft`) and
@@ -173,7 +197,12 @@ class GppoRun(Common):
     save_every: int = 10
     """Steps between checkpoints; 0 for the last only."""
     slots: int = 128
-    """Sequences that the sampler decodes at a time."""
+    """Sequences that the sampler decodes at a time, on all devices together."""
+    rollout_mesh: str | None = None
+    """Another mesh to sample on, of all devices (weights are resharded at each swap) or of those
+    that --mesh leaves over (it takes the first). None: the training mesh, nothing is copied."""
+    rollout_dtype: Literal["trained", "float32", "bfloat16"] = "trained"
+    """Type of the sampler's weights; another than the trainer's costs a copy at each swap."""
     kl_warning: float = 0.1
     """Warn of a step whose updates moved the policy further than this, in KL(old || new), nats a
     token."""
@@ -187,7 +216,7 @@ class GppoRun(Common):
         super().__post_init__()
         counts = ("steps", "problems_per_step", "oversample", "samples", "updates", "max_tokens")
         counts += ("rounds", "epochs")
-        for name in (*counts, "eval_problems", "eval_samples", "slots", "max_prompt_tokens"):
+        for name in (*counts, "eval_problems", "eval_samples", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         Truncation(top_p=self.eval_top_p)  # refuses what is no probability
@@ -258,7 +287,7 @@ class GppoRun(Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalRun(Common):
+class EvalRun(Decoding):
     """Evaluation of one model on problem files: avg@k with an interval, and pass@k."""
 
     problems: tuple[Path, ...] = ()
@@ -277,15 +306,12 @@ class EvalRun(Common):
     """Nucleus, in (0, 1]; 1 keeps every token."""
     top_k: int | None = None
     """Only the k most likely tokens; None keeps all."""
-    slots: int = 64
-    """Sequences that the sampler decodes at a time."""
 
     def __post_init__(self):
         super().__post_init__()
-        if self.samples < 1 or self.max_tokens < 1 or self.slots < 1:
+        if self.samples < 1 or self.max_tokens < 1:
             raise ValueError(
-                f"samples {self.samples}, max_tokens {self.max_tokens} and slots {self.slots} must "
-                "be at least 1"
+                f"samples {self.samples} and max_tokens {self.max_tokens} must be at least 1"
             )
         Truncation(top_k=self.top_k, top_p=self.top_p)  # refuses what truncates nothing
         if not 0 <= self.temperature < INF or self.eval_problems < 1:
@@ -314,6 +340,9 @@ _KLEAR = GppoRun(
     eval_top_p=0.95,
     save_every=5,
     slots=256,
+    page=128,
+    # 256 slots of 8,192 tokens, the middle of long chains of thought: 288 GiB at 144 KiB a token.
+    cache_tokens=256 * 8192,
 )
 """What the math and the code stage share (paper, section on RL training)."""
 

@@ -31,14 +31,19 @@ def start_backend(run: Common) -> Mesh:
     Raises:
         UsageError: the mesh does not fit the devices.
     """
+    start_devices(run)
+    with usage_errors():
+        spec = mesh_lib.MeshSpec.parse(run.mesh)
+        return mesh_lib.make_mesh(spec)
+
+
+def start_devices(run: Common) -> None:
+    """Set up devices and the program cache."""
     if run.cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str((RUNS / "cache" / "xla").absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    with usage_errors():
-        spec = mesh_lib.MeshSpec.parse(run.mesh)
-        return mesh_lib.make_mesh(spec)
 
 
 def check_model(run: Common) -> None:

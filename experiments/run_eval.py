@@ -16,6 +16,7 @@ import rich.console
 import rich.table
 import run_sft
 from configs import EVAL_PRESETS, EvalRun, GppoRun
+from decoding import engine_of
 from inputs import (
     check_init,
     check_model,
@@ -44,7 +45,6 @@ from klear_jax.evals.run import Evaluation, evaluate
 from klear_jax.model import params as params_lib
 from klear_jax.rewards import math as math_rewards
 from klear_jax.sampling.draw import Truncation
-from klear_jax.sampling.engine import EngineConfig
 from klear_jax.sampling.sampler import Sampler
 from klear_jax.train.metrics import RunLog
 
@@ -117,12 +117,11 @@ def run_eval(argv: Sequence[str]) -> int:
     check_positions(cfg, longest + run.max_tokens)
     if run.init is not None:
         check_init(run.init, cfg)
-    with usage_errors():
-        engine = EngineConfig(
-            slots=run.slots, length=longest + run.max_tokens, stop_ids=tokenizer.stop_ids,
-            prefill_rows=min(32, max(len(p) for p in sets.values())),
-            truncation=Truncation(top_k=run.top_k, top_p=run.top_p),
-        )  # fmt: skip
+    engine = engine_of(
+        run, cfg, mesh, tokenizer, length=longest + run.max_tokens,
+        prompts=max(len(p) for p in sets.values()),
+        truncation=Truncation(top_k=run.top_k, top_p=run.top_p),
+    )  # fmt: skip
     folder = open_run(run, "eval", parameters=cfg.parameter_count)
 
     def encode(problem: Problem) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import run_sft
 from ahead import load_ahead, save_ahead
 from algorithms import with_algorithm
 from configs import GPPO_PRESETS, GppoRun
+from decoding import engine_of, start_meshes
 from inputs import (
     check_init,
     check_learned,
@@ -29,7 +30,6 @@ from inputs import (
     microbatch_rows,
     model_config,
     row_tokens,
-    start_backend,
     tokenizer_of,
 )
 from jax.sharding import Mesh
@@ -45,7 +45,6 @@ from session import (
     open_run,
     rewind,
     usage_errors,
-    write_json,
 )
 
 from klear_jax.data.chat import encode_prompt
@@ -64,8 +63,8 @@ from klear_jax.rl.loss import make_policy_loss
 from klear_jax.rl.minibatch import Layout
 from klear_jax.rl.rollout_file import Rollout, save_rollout
 from klear_jax.rl.telemetry import readable
+from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.draw import Truncation
-from klear_jax.sampling.engine import EngineConfig
 from klear_jax.sampling.sampler import Sampler
 from klear_jax.train import checkpoint, optim
 from klear_jax.train import state as state_lib
@@ -92,6 +91,15 @@ class Prepared:
     layout: Layout
     fingerprint: dict[str, Any]
     """What a checkpoint of this run must agree with."""
+    rollout_mesh: Mesh | None
+
+    def sampler(self, params: Any, seed: int, truncation: Truncation = Truncation()) -> Sampler:
+        """A sampler of the trainer's `params` on the rollout mesh."""
+        given = self.run.rollout_dtype
+        return Sampler(
+            params, self.cfg, dataclasses.replace(self.engine, truncation=truncation), seed=seed,
+            mesh=self.rollout_mesh, dtype=None if given == "trained" else given,
+        )  # fmt: skip
 
     def encode(self, problem: Problem) -> tuple[int, ...]:
         return tuple(encode_prompt(self.tokenizer, problem.messages))
@@ -100,7 +108,9 @@ class Prepared:
         return self.tokenizer.decode(tokens.tolist())
 
 
-def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
+def prepare(
+    run: GppoRun, tokenizer: Tokenizer, mesh: Mesh, rollout_mesh: Mesh | None = None
+) -> Prepared:
     """Check the config and read the problems; nothing is compiled and nothing written."""
     cfg = model_config(run, tokenizer)
     with usage_errors():
@@ -144,13 +154,10 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
     check_positions(cfg, max(longest, longest_heldout) + run.max_tokens)
     # A sequence of n tokens takes n - 1 cells of a row.
     layout = _layout(run, mesh, longest + run.max_tokens - 1)
-    with usage_errors():
-        engine = EngineConfig(
-            slots=run.slots,
-            length=max(longest, longest_heldout) + run.max_tokens,
-            stop_ids=tokenizer.stop_ids,
-            prefill_rows=min(32, count),
-        )
+    engine = engine_of(
+        run, cfg, rollout_mesh or mesh, tokenizer, prompts=count,
+        length=max(longest, longest_heldout) + run.max_tokens,
+    )  # fmt: skip
     return Prepared(
         run=run,
         cfg=cfg,
@@ -160,6 +167,7 @@ def prepare(run: GppoRun, tokenizer: Tokenizer, mesh: Mesh) -> Prepared:
         engine=engine,
         layout=layout,
         fingerprint={"kind": "gppo", "seed": run.seed, "problems": data},
+        rollout_mesh=rollout_mesh,
     )
 
 
@@ -193,11 +201,10 @@ class RunHooks:
 
     def __init__(
         self, prepared: Prepared, folder: Path, saves: checkpoint.Checkpoints, log: RunLog,
-        progress: Progress, interrupt: Interrupt, evaluator: Sampler,
+        progress: Progress, interrupt: Interrupt,
     ):  # fmt: skip
         self.prepared, self.folder, self.saves = prepared, folder, saves
         self.logger, self.progress, self.interrupt = log, progress, interrupt
-        self.evaluator = evaluator
         self.results: dict[str, float] = {}
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
@@ -227,14 +234,15 @@ class RunHooks:
         prepared, run = self.prepared, self.prepared.run
         if not prepared.heldout:
             return
-        self.evaluator.params = state.params
+        # The noise of evaluations is the same for all seeds, as the questions are.
+        evaluator = prepared.sampler(state.params, 0, Truncation(top_p=run.eval_top_p))
         values: dict[str, Any] = {}
         for name, samples, temperature in (
             ("sampled", run.eval_samples, run.eval_temperature),
             ("greedy", 1, 0.0),
         ):
             result = evaluate(
-                self.evaluator, prepared.heldout, prepared.encode, prepared.decode,
+                evaluator, prepared.heldout, prepared.encode, prepared.decode,
                 math_rewards.grade_problem,
                 samples=samples, max_tokens=run.max_tokens, temperature=temperature,
             )  # fmt: skip
@@ -288,7 +296,7 @@ def train(
     position, ahead = load_ahead(folder, first, mesh)
     # The weights that the run started from, kept beside those that move.
     reference = initial_params(init, cfg, mesh, seed=run.seed) if run.objective.kl_coef else None
-    sampler = Sampler(state.params, cfg, prepared.engine, seed=run.seed)
+    sampler = prepared.sampler(state.params, run.seed)
     reward = TRAINING_REWARDS[run.training_reward]
     score = make_scorer(cfg, temperature=run.temperature)
     loss = make_policy_loss(
@@ -306,13 +314,8 @@ def train(
         )  # fmt: skip
         check_parts(parts, prepared.stream(position), position, fresh=not run.resume)
     evaluated = rewind(folder, first)
-    truncation = Truncation(top_p=run.eval_top_p)
-    # The noise of evaluations is the same for all seeds, as the questions are.
-    evaluator = Sampler(
-        state.params, cfg, dataclasses.replace(prepared.engine, truncation=truncation), seed=0
-    )
     with RunLog(folder) as log, Progress("GPPO", run.steps, first) as progress:
-        hooks = RunHooks(prepared, folder, saves, log, progress, interrupt, evaluator)
+        hooks = RunHooks(prepared, folder, saves, log, progress, interrupt)
         # A run that was interrupted at this step has left its evaluation to us.
         due = first == 0 or (run.eval_every and first % run.eval_every == 0)
         if due and first not in evaluated:
@@ -359,17 +362,17 @@ def execute(run: GppoRun) -> Outcome:
     if run.model != "tiny" and run.problems is None:
         raise UsageError(f"model {run.model} needs training problems: give --problems=FILE")
     tokenizer = tokenizer_of(run)
-    mesh = start_backend(run)
-    prepared = prepare(run, tokenizer, mesh)
+    mesh, rollout_mesh = start_meshes(run)
+    prepared = prepare(run, tokenizer, mesh, rollout_mesh)
     folder = open_run(run, "gppo", parameters=prepared.cfg.parameter_count)
     with locked(folder), jax.set_mesh(mesh), Interrupt() as interrupt:
         init = run.init
         fresh = not run.resume or checkpoint.Checkpoints(folder).latest() is None
         if fresh and init is None and run.problems is None:
             init = run_sft.cached_start(run.sft_start(), tokenizer, mesh, interrupt)
-            note_sft_run(folder, init)
+            run_sft.note_start(folder, init)
         elif init is None and run.problems is None and run.objective.kl_coef:
-            init = noted_sft_run(folder)
+            init = run_sft.noted_start(folder)
         elif fresh and init is None:
             print("starting from random weights: --problems is given and --init is not")
         state, results, done = train(prepared, mesh, folder, interrupt, init=init)
@@ -390,28 +393,6 @@ def run_gppo(argv: Sequence[str]) -> int:
         print(f"stopped at step {outcome.done} of {run.steps}; go on with {resume}")
         return 130
     return 0
-
-
-def note_sft_run(folder: Path, sft: Path) -> None:
-    """Say in the run's config.json where its SFT start is, for the report."""
-    path = folder / "config.json"
-    record = json.loads(path.read_text(encoding="utf-8")) | {"sft_run": str(sft.absolute())}
-    write_json(path, record)
-
-
-def noted_sft_run(folder: Path) -> Path:
-    """The SFT start of a run that is resumed, which is the reference of its KL term.
-
-    Raises:
-        UsageError: it is gone.
-    """
-    noted = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("sft_run")
-    if noted is None or not (Path(noted) / checkpoint.FOLDER).is_dir():
-        raise UsageError(
-            f"the run's KL term needs the weights that it started from, and {noted} is not there; "
-            "put it back, or start the run again"
-        )
-    return Path(noted)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from session import (
     open_run,
     rewind,
     usage_errors,
+    write_json,
 )
 
 from klear_jax.core import mesh as mesh_lib
@@ -212,6 +214,28 @@ def run_sft(argv: Sequence[str]) -> int:
         print(f"stopped at step {done} of {run.steps}; go on with --resume --out={folder}")
         return 130
     return 0
+
+
+def note_start(folder: Path, sft: Path) -> None:
+    """Say in the run's config.json where its SFT start is, for the report."""
+    path = folder / "config.json"
+    record = json.loads(path.read_text(encoding="utf-8")) | {"sft_run": str(sft.absolute())}
+    write_json(path, record)
+
+
+def noted_start(folder: Path) -> Path:
+    """The SFT start of a run that is resumed, which is the reference of its KL term.
+
+    Raises:
+        UsageError: it is gone.
+    """
+    noted = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("sft_run")
+    if noted is None or not (Path(noted) / checkpoint.FOLDER).is_dir():
+        raise UsageError(
+            f"the run's KL term needs the weights that it started from, and {noted} is not there; "
+            "put it back, or start the run again"
+        )
+    return Path(noted)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def config_classes():
 
     from klear_jax.model.config import ModelConfig
     from klear_jax.rl.loop import LoopConfig
-    from klear_jax.sampling.engine import EngineConfig
+    from klear_jax.sampling.config import EngineConfig
 
     nested = (configs.Clip, configs.Objective, configs.Overlong, configs.OptimConfig)
     runs = (configs.SftRun, configs.GppoRun, configs.EvalRun)

@@ -134,9 +134,9 @@ TRAIN = Rules()
 """The layout of parameters, optimizer state and training batches."""
 
 
-SAMPLE = Rules(batch=None, seq=None)
-"""The layout while sampling: the same parameters; every device holds all decode slots, and heads,
-feed-forward units and vocabulary are cut as in training."""
+SAMPLE = Rules(batch=("data", "fsdp", "seq"), seq=None)
+"""The layout while sampling: the same parameters; decode slots ("batch") are cut over every axis
+but tensor, and heads, feed-forward units and vocabulary as in training."""
 
 
 def context_mesh() -> Any | None:
@@ -209,6 +209,18 @@ def sharded(
         )
 
     return call
+
+
+def platform() -> str:
+    """Platform of the devices of the mesh that is set, or of the default ones: cpu, tpu, gpu."""
+    mesh = jax.sharding.get_mesh()
+    return jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
+
+
+def pieces_of(logical: str, rules: Rules = TRAIN) -> int:
+    """Into how many pieces the mesh that is set cuts a logical axis; 1 where none is set."""
+    mesh = context_mesh()
+    return 1 if mesh is None else axis_size(mesh, logical, rules)
 
 
 def mesh_axis(logical: str, rules: Rules = TRAIN) -> Any | None:

@@ -258,7 +258,7 @@ def sample_groups(
         batch, encode, step=position, samples=cfg.samples,
         max_tokens=cfg.max_tokens, temperature=cfg.temperature,
     )  # fmt: skip
-    sampler.params = params
+    sampler.update(params)
     completions = sampler.sample(requests)
     return rollout.collect(batch, requests, completions, decode=decode, grade=grade)
 

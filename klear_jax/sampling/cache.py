@@ -1,126 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged key/value cache, and attention of one new token a slot over it."""
+"""The paged key/value cache: pools of pages on the devices, and which slot owns which page.
+
+Slots and pages are cut over the same devices, so a slot's pages lie beside it and attention needs
+no collective. Page and slot numbers in a `PageMap` count from 0 on each piece.
+"""
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from klear_jax.core import mesh as mesh_lib
 from klear_jax.model.config import ModelConfig
 
-PAGES = (None, None, "kv_heads", None, None)
-"""Logical axes of a page pool, whose page has one block for each KV head."""
+SAMPLE = mesh_lib.SAMPLE
+Pools = tuple[Array, ...]
+"""Arrays [layers, pages, *block]: what a block holds is up to the backend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """How one platform lays pages out, and its attention over them.
+
+    `write` and `attend` work on one piece of slots and pages; they are called inside `shard_map`.
+    """
+
+    name: str
+    blocks: Callable[[ModelConfig, int], dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]]
+    """(config, tokens in a page) -> shape and logical axes of a page's block in each pool."""
+    chunk: Callable[[int], int]
+    """Tokens in a page -> what the pages of a piece must be a multiple of."""
+    as_pages: Callable[[Array, Array, int], Pools]
+    """Keys and values [n, p, k, e] of rows of whole pages -> blocks [n * p / page, *block]."""
+    write: Callable[[Pools, Array, Array, Array, Array, Array], Pools]
+    """(pools, layer, page of each slot, offset in it, k [s, k, e], v) -> pools. A page number past
+    the end writes nowhere."""
+    attend: Callable[[Pools, Array, Array, "PageMap", Array], Array]
+    """(pools, layer, q [s, h, e], map, lengths [s]) -> mixed values [s, h, e]. What a slot without
+    a page gives is of no use to anybody, and finite."""
 
 
 @struct.dataclass
-class PagedCache:
-    """Pools of pages; which pages a slot owns, and in which order, is in a page table.
+class PageMap:
+    """Who owns which page; made on the host before each dispatch."""
 
-    A page id equal to the number of pages is no page: writes to it are dropped. Both pools are laid
-    out as the two products of attention read them, so nothing is transposed on the way.
-    """
-
-    k: Float[Array, "l pages k e page"]
-    v: Float[Array, "l pages k page e"]
-
-    @property
-    def pages(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def page(self) -> int:
-        """Tokens in a page."""
-        return self.k.shape[-1]
+    table: Int[Array | np.ndarray, "s slot_pages"]
+    """Page numbers of a slot in order; one past the last page means none."""
+    owners: Int[Array | np.ndarray, " pages"]
+    """Slot of each page; one past the last slot means free."""
+    starts: Int[Array | np.ndarray, " pages"]
+    """Position of the first token of each page."""
+    used: Int[Array | np.ndarray, " pieces"]
+    """On each piece, all pages from this number on are free."""
 
 
-def init_cache(cfg: ModelConfig, *, pages: int, page: int) -> PagedCache:
-    """Empty pools in the compute type, KV heads cut over the mesh."""
-    block = (cfg.layers, pages, cfg.kv_heads)
-
-    def zeros(*sizes):
-        pool = jnp.zeros((*block, *sizes), cfg.dtype)
-        return mesh_lib.constrain(pool, *PAGES, rules=mesh_lib.SAMPLE)
-
-    return PagedCache(zeros(cfg.head_dim, page), zeros(page, cfg.head_dim))
+MAP_AXES = (("batch", None), ("batch",), ("batch",), ("batch",))
+"""Logical axes of the fields of a `PageMap`, in their order."""
 
 
-def write_prompts(
-    cache: PagedCache,
-    k: Float[Array, "l n p k e"],
-    v: Float[Array, "l n p k e"],
-    rows: Int[Array, " s"],
-    destinations: Int[Array, "s prompt_pages"],
-) -> PagedCache:
-    """Copy the keys and values of prompt `rows[i]` to the pages `destinations[i]`."""
+def pool_axes(cfg: ModelConfig, page: int, backend: Backend) -> tuple[tuple[str | None, ...], ...]:
+    """Logical axes of each pool: pages are cut as slots are."""
+    return tuple((None, "batch", *axes) for _, axes in backend.blocks(cfg, page).values())
 
-    def copy(k_pool, v_pool, k, v, rows, destinations):
-        l, _, p, heads, e = k.shape
-        page = v_pool.shape[3]
 
-        def blocks(prompt):
-            return prompt[:, rows].reshape(l, rows.shape[0], p // page, page, heads, e)
-
-        k_blocks = blocks(k).transpose(0, 1, 2, 4, 5, 3)
-        v_blocks = blocks(v).transpose(0, 1, 2, 4, 3, 5)
-        return (
-            k_pool.at[:, destinations].set(k_blocks, mode="drop"),
-            v_pool.at[:, destinations].set(v_blocks, mode="drop"),
+def init_pools(cfg: ModelConfig, *, pages: int, page: int, backend: Backend) -> Pools:
+    """Empty pools in the compute type."""
+    return tuple(
+        mesh_lib.constrain(
+            jnp.zeros((cfg.layers, pages, *shape), cfg.dtype), None, "batch", *axes, rules=SAMPLE
         )
-
-    prompt = (None, None, None, "kv_heads", None)
-    run = mesh_lib.sharded(
-        copy,
-        inputs=(PAGES, PAGES, prompt, prompt, (None,), (None, None)),
-        outputs=(PAGES, PAGES),
-        rules=mesh_lib.SAMPLE,
+        for shape, axes in backend.blocks(cfg, page).values()
     )
-    return PagedCache(*run(cache.k, cache.v, k, v, rows, destinations))
 
 
 def attend_and_write(
-    cache: PagedCache,
+    pools: Pools,
     q: Float[Array, "s one h e"],
     k: Float[Array, "s one k e"],
     v: Float[Array, "s one k e"],
     *,
     layer: Int[Array, ""],
-    table: Int[Array, "s slot_pages"],
+    pages: PageMap,
     positions: Int[Array, " s"],
-    live: Bool[Array, " s"],
-) -> tuple[Float[Array, "s one h e"], PagedCache]:
+    live: Array,
+    cfg: ModelConfig,
+    page: int,
+    backend: Backend,
+) -> tuple[Float[Array, "s one h e"], Pools]:
     """Store each slot's new key and value at its position, then attend to all up to there.
 
-    A slot that is not live writes nowhere; what it reads is of no use to anybody.
+    A slot that is not live writes nowhere.
     """
-    heads, kv_heads = (None, None, "heads", None), (None, None, "kv_heads", None)
+
+    def body(q, k, v, layer, positions, live, *rest):
+        pages, pools = PageMap(*rest[: len(MAP_AXES)]), rest[len(MAP_AXES) :]
+        own = jnp.take_along_axis(pages.table, (positions // page)[:, None], axis=1)[:, 0]
+        own = jnp.where(live, own, pages.owners.shape[0])
+        pools = backend.write(pools, layer, own, positions % page, k[:, 0], v[:, 0])
+        mixed = backend.attend(pools, layer, q[:, 0], pages, positions + 1)
+        return (mixed[:, None], *pools)
+
+    heads, kv_heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+    axes = pool_axes(cfg, page, backend)
     run = mesh_lib.sharded(
-        _attend_and_write,
-        inputs=(PAGES, PAGES, heads, kv_heads, kv_heads, (), (None, None), (None,), (None,)),
-        outputs=(heads, PAGES, PAGES),
-        rules=mesh_lib.SAMPLE,
+        body,
+        inputs=(heads, kv_heads, kv_heads, (), ("batch",), ("batch",), *MAP_AXES, *axes),
+        outputs=(heads, *axes),
+        rules=SAMPLE,
     )
-    mixed, k_pool, v_pool = run(cache.k, cache.v, q, k, v, layer, table, positions, live)
-    return mixed, PagedCache(k_pool, v_pool)
+    fields = (pages.table, pages.owners, pages.starts, pages.used)
+    mixed, *pools_out = run(q, k, v, layer, positions, live, *fields, *pools)
+    return mixed, tuple(pools_out)
 
 
-def _attend_and_write(k_pool, v_pool, q, k, v, layer, table, positions, live):
-    s, _, h, e = q.shape
-    pages, kv_heads, page = k_pool.shape[1], k_pool.shape[2], k_pool.shape[4]
-    own = jnp.take_along_axis(table, (positions // page)[:, None], axis=1)[:, 0]
-    own = jnp.where(live, own, pages)
-    offset = positions % page
-    k_pool = k_pool.at[layer, own, :, :, offset].set(k[:, 0], mode="drop")
-    v_pool = v_pool.at[layer, own, :, offset].set(v[:, 0], mode="drop")
+def copy_pages(
+    pools: Pools,
+    prefix: Pools,
+    sources: Int[Array | np.ndarray, "pieces most"],
+    destinations: Int[Array | np.ndarray, "pieces most"],
+    counts: Int[Array | np.ndarray, " pieces"],
+    *,
+    axes: tuple[tuple[str | None, ...], ...],
+) -> Pools:
+    """Copy page `sources[piece, i]` of a prefix to page `destinations[piece, i]` of that piece, for
+    the first `counts[piece]` entries: the work is that of the pages copied."""
 
-    keys, values = k_pool[layer, table], v_pool[layer, table]
-    grouped = q.reshape(s, kv_heads, h // kv_heads, e)
-    # One product for each page and head: queries are repeated so that pages stay where they are.
-    paged = jnp.broadcast_to(grouped[:, None], (s, table.shape[1], *grouped.shape[1:]))
-    scores = jnp.einsum("spkqe,spkec->spkqc", paged, keys, preferred_element_type=jnp.float32)
-    cells = jnp.arange(table.shape[1] * page).reshape(-1, page)
-    seen = cells <= positions[:, None, None]
-    scores = jnp.where(seen[:, :, None, None], scores * e**-0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=(1, 4)).astype(values.dtype)
-    mixed = jnp.einsum("spkqc,spkce->spkqe", weights, values).sum(axis=1)
-    return mixed.reshape(s, 1, h, e), k_pool, v_pool
+    def body(sources, destinations, counts, *both):
+        pools, prefix = both[: len(axes)], both[len(axes) :]
+
+        def copy(i, pools):
+            places = (sources[0, i], destinations[0, i])
+            return tuple(_copy(*pair, *places) for pair in zip(pools, prefix, strict=True))
+
+        return jax.lax.fori_loop(0, counts[0], copy, pools)
+
+    whole = tuple((None, None, *a[2:]) for a in axes)
+    lists = ("batch", None)
+    run = mesh_lib.sharded(
+        body, inputs=(lists, lists, ("batch",), *axes, *whole), outputs=axes, rules=SAMPLE
+    )
+    return run(sources, destinations, counts, *pools, *prefix)
+
+
+def move_pages(
+    pools: Pools,
+    sources: Int[Array | np.ndarray, "pieces most"],
+    destinations: Int[Array | np.ndarray, "pieces most"],
+    counts: Int[Array | np.ndarray, " pieces"],
+    *,
+    axes: tuple[tuple[str | None, ...], ...],
+) -> Pools:
+    """`copy_pages` inside the pools; no destination may be the source of a later entry."""
+
+    def body(sources, destinations, counts, *pools):
+        def copy(i, pools):
+            return tuple(_copy(pool, pool, sources[0, i], destinations[0, i]) for pool in pools)
+
+        return jax.lax.fori_loop(0, counts[0], copy, pools)
+
+    lists = ("batch", None)
+    run = mesh_lib.sharded(
+        body, inputs=(lists, lists, ("batch",), *axes), outputs=axes, rules=SAMPLE
+    )
+    return run(sources, destinations, counts, *pools)
+
+
+def _copy(pool: Array, source: Array, from_page: Array, to_page: Array) -> Array:
+    """`pool` with one page of all layers taken from `source`."""
+    taken = jax.lax.dynamic_slice_in_dim(source, from_page, 1, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(pool, taken, to_page, axis=1)

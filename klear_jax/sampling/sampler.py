@@ -1,49 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching on the host: requests in, completions out as each one finishes."""
+"""Continuous batching: requests in, completions out as each one finishes. Read `Sampler._run`."""
 
 import collections
+import contextlib
 import dataclasses
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from klear_jax.core import mesh as mesh_lib
 from klear_jax.model.config import ModelConfig
 from klear_jax.model.params import Params
+from klear_jax.sampling import backends, weights
 from klear_jax.sampling import engine as engine_lib
-from klear_jax.sampling.engine import EngineConfig, Insertion, Prefix
-
-SMALLEST_BUCKET = 64
-"""Prompts are padded to 64, 128, 256, ... tokens, so few lengths are compiled."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One completion to be drawn. Requests with the same prompt share its prefill."""
-
-    id: str
-    prompt: tuple[int, ...]
-    sample_id: int
-    """Names the noise: equal (seed, sample_id, weights, prompt) give equal tokens. 32 bits."""
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What was drawn for a request."""
-
-    id: str
-    tokens: np.ndarray
-    """int32; with the end token where there is one."""
-    logprobs: np.ndarray
-    """Nats, at the sampling temperature over the live vocabulary; as many as tokens."""
-    stop: Literal["stop", "length"]
-    """Whether an end token or the limit of tokens ended it."""
+from klear_jax.sampling.cache import Pools
+from klear_jax.sampling.config import EngineConfig
+from klear_jax.sampling.engine import Copies, Insertion
+from klear_jax.sampling.pages import PagePool
+from klear_jax.sampling.prompts import PackedPrompts, PromptPool, Source
+from klear_jax.sampling.request import Completion, Request, check_request
+from klear_jax.sampling.scheduler import Decode, Running, Scheduler
 
 
 @dataclasses.dataclass
@@ -52,249 +33,299 @@ class SampleCounts:
 
     prefilled_tokens: int = 0
     dispatches: int = 0
+    fetches: int = 0
+    """Times that the host waited for a result."""
     steps: int = 0
+    row_steps: int = 0
+    """Steps x slots that were decoded."""
     live_steps: int = 0
-    """Steps x slots that drew a token."""
+    """Those of them that drew a token."""
+    busy_row_steps: int = 0
+    """Row steps while requests waited."""
+    busy_live_steps: int = 0
+    set_aside: int = 0
+    """Times that a request had to make room for an older one."""
+
+    @property
+    def fill(self) -> float:
+        """Share of slots in use while requests waited; NaN where none ever did."""
+        return self.busy_live_steps / self.busy_row_steps if self.busy_row_steps else float("nan")
 
 
 class Sampler:
     """Draws completions from `params`; call inside `jax.set_mesh` where the parameters are cut."""
 
-    def __init__(self, params: Params, cfg: ModelConfig, engine: EngineConfig, *, seed: int = 0):
-        self.params = params
+    def __init__(
+        self,
+        params: Params,
+        cfg: ModelConfig,
+        engine: EngineConfig,
+        *,
+        seed: int = 0,
+        decode: Decode | None = None,
+        mesh: Mesh | None = None,
+        dtype: Any = None,
+    ):
+        """
+        Args:
+            params: the trainer's.
+            decode: turns tokens into text; only requests with stop strings need it.
+            mesh: to sample on; None: the one that is set by the caller, where `params` lie.
+            dtype: of the sampler's weights; None: that of `params`.
+        """
         self.cfg = cfg
+        self.mesh = mesh
+        self.dtype = dtype
+        self.version = -1
+        """Number of the weights: 0 for the first, one more for each `update` with others."""
+        self.copied_bytes = 0
+        """Bytes that the last change of weights copied; 0 where they are the trainer's arrays."""
+        self._source: Callable[[], Any] = lambda: None
+        self.update(params)
         self.engine = engine
         self.seed = seed
+        self.decode = decode
         self.counts = SampleCounts()
-        self._state = None
+        self._state: Any = None
         self._call = 0
+        self._lock = threading.Lock()
+        self._cancelled: set[str] = set()
+        self._interrupted = False
+
+    def update(self, params: Params) -> None:
+        """Go on with the trainer's weights `params`; nothing happens where they are the same.
+
+        Call where the trainer's mesh is set, and not while a call of `sample` is running, unless
+        tokens of two versions in one completion are wanted.
+
+        Raises:
+            WeightMismatchError: the copy gives other log-probs than `params`.
+        """
+        if self._source() is params.embed:
+            return
+        swapped = weights.swap(params, self.cfg, mesh=self.mesh, dtype=self.dtype)
+        if swapped.copied_bytes:
+            weights.probe(params, swapped.params, self.cfg, mesh=self.mesh)
+        self.params = swapped.params
+        self.copied_bytes = swapped.copied_bytes
+        self.version += 1
+        self._source = weakref.ref(params.embed)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield completions in the order in which they finish.
 
         Raises:
-            ValueError: a request is empty, too long for the engine, or has no room for a token.
+            ValueError: a request is empty, can never fit, or has no room for a token; the mesh does
+                not divide slots or pages.
         """
-        requests = list(requests)
+        with self._on_mesh():
+            return self._start(list(requests))
+
+    def _start(self, requests: list[Request]) -> Iterator[Completion]:
+        pieces = mesh_lib.pieces_of("batch", mesh_lib.SAMPLE)
+        engine = dataclasses.replace(
+            self.engine,
+            backend=backends.choose(self.engine.backend, self.cfg, self.engine.page).name,
+        )
+        engine.check_cut(pieces)
+        pages = engine.pool_pages // pieces
         for request in requests:
-            check_request(request, self.cfg, self.engine)
+            check_request(request, self.cfg, engine, pages=pages, decodes=self.decode is not None)
+        if len({request.id for request in requests}) < len(requests):
+            raise ValueError("two requests of one call have the same id; ids name completions")
         self.counts = SampleCounts()
         # An earlier call that was left half-way may have slots going: start from a clean state, and
         # let go of the old cache first, so that there are never two.
         self._state = None
-        self._state = engine_lib.init_state(self.cfg, self.engine)
+        self._state = engine_lib.init_state(self.cfg, engine)
         self._call += 1
-        return self._run(requests, self._call)
+        with self._lock:
+            self._cancelled, self._interrupted = set(), False
+        size = engine_lib.pages_of_piece(engine, pieces)
+        pool = PagePool(engine, pieces=pieces, pages=pages, size=size)
+        return self._run(requests, engine, pool, self._call)
 
-    def _run(self, requests: Sequence[Request], call: int) -> Iterator[Completion]:
-        table = _PageTable(self.engine)
-        prompts = _PromptPool(self, requests)
-        waiting = collections.deque(requests)
-        running: dict[int, _Running] = {}
-        seed = jnp.asarray(self.seed, jnp.int32)
-        width = self.engine.slots
-        while waiting or running:
-            if call != self._call:
-                raise RuntimeError(
-                    "a later call of sample() has taken the slots of this one; finish an iterator "
-                    "before the next call, or use a Sampler of its own"
-                )
-            if waiting:
-                self._fill(waiting, running, table, prompts)
-            refill = max(width // 8, 1)
-            if not waiting:
-                running, width = self._narrow(running, width)
-                # Come back when the next halving is due; where there is none, when all have ended.
-                halves = self.engine.width_for(1, width) < width
-                refill = len(running) - width // 2 if halves else width + 1
-            self._state, emitted = engine_lib.generate(
-                self.params, self._state, seed, jnp.asarray(refill), cfg=self.cfg,
-                engine=self.engine,
-            )  # fmt: skip
-            emitted = jax.device_get(emitted)
-            self.counts.dispatches += 1
-            self.counts.steps += int(emitted.steps)
-            self.counts.live_steps += int((emitted.tokens >= 0).sum())
-            for slot in [s for s in running if not emitted.live[s]]:
-                record = running.pop(slot)
-                record.add(emitted, slot)
-                table.release(record.place)
-                yield record.completion(self.engine.stop_ids)
-            for slot, record in running.items():
-                record.add(emitted, slot)
+    def cancel(self, request_id: str) -> None:
+        """End a request of the running call; it is yielded as it is then, with stop `cancelled`.
+
+        From any thread. A request that has ended already stays as it is.
+        """
+        with self._lock:
+            self._cancelled.add(request_id)
+
+    def interrupt(self) -> None:
+        """End the running call: every request that has not ended is yielded with stop `partial`, to
+        be continued by a later call (`Request.continues`), perhaps with other weights.
+
+        From any thread.
+        """
+        with self._lock:
+            self._interrupted = True
+
+    def _run(
+        self, requests: Sequence[Request], engine: EngineConfig, pool: PagePool, call: int
+    ) -> Iterator[Completion]:
+        """One turn of the loop: make room, fill free slots, send a dispatch; hand out what the
+        dispatch before it ended, while the device works; then wait for the new one."""
+        schedule = Scheduler(requests, engine, pool, self.decode)
+        prompts = PromptPool(engine, self._prefill_with(engine), pool.pieces)
+        prompts.expect(request.feed for request in requests)
+        ended: list[Completion] = []
+        while True:
+            with self._on_mesh():
+                ended += self._withdraw(schedule, prompts)
+                self._make_room(schedule, prompts)
+                self._fill(schedule, prompts)
+                sent = self._dispatch(schedule) if schedule.running else None
+            for completion in ended:
+                yield completion
+                self._check_current(call)
+            if sent is None:
+                break
+            emitted = jax.device_get(sent)
+            ended, halted = self._take(schedule, emitted)
+            with self._on_mesh():
+                self._halt(halted, schedule.width)
         # The cache is memory that the training step can use.
         self._state = None
 
-    def _fill(self, waiting, running, table: "_PageTable", prompts: "_PromptPool") -> None:
-        """Give waiting requests free slots, in their order, as far as pages reach."""
-        by_prefix: dict[int, list[tuple[int, int, Request]]] = collections.defaultdict(list)
-        while waiting and table.reserve(waiting[0]):
-            request = waiting.popleft()
-            slot = table.newest
-            running[slot] = _Running(request, slot)
-            batch, row = prompts.locate(request)
-            by_prefix[batch].append((slot, row, request))
-        for batch, members in by_prefix.items():
-            new = self._insertion(members, table)
-            self._state = engine_lib.insert(self._state, prompts.prefixes[batch], new)
-        prompts.forget(waiting)
+    def _check_current(self, call: int) -> None:
+        if call != self._call:
+            raise RuntimeError(
+                "a later call of sample() has taken the slots of this one; finish an iterator "
+                "before the next call, or use a Sampler of its own"
+            )
 
-    def _narrow(
-        self, running: dict[int, "_Running"], width: int
-    ) -> tuple[dict[int, "_Running"], int]:
-        """Go on with as few of `width` slots as the engine allows; what runs in them, and how
-        many they are."""
-        fewer = self.engine.width_for(len(running), width)
-        if fewer == width:
-            return running, width
-        assert self._state is not None
-        free = [slot for slot in range(width) if slot not in running]
-        slots = np.asarray([*running, *free][:fewer], np.int32)
-        self._state = engine_lib.narrow(self._state, slots)
-        return dict(enumerate(running.values())), fewer
+    def _withdraw(self, schedule: Scheduler, prompts: PromptPool) -> list[Completion]:
+        """End what `cancel` and `interrupt` asked to end since the last turn."""
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            interrupted = self._interrupted
+        done: list[Completion] = []
+        for ids, stop in ((cancelled, "cancelled"), (None, "partial")):
+            if (ids is None and not interrupted) or ids == set():
+                continue
+            waiting = list(schedule.waiting)
+            completions, slots = schedule.withdraw(ids, stop)
+            self._halt(slots, schedule.width)
+            for one in waiting:
+                if one not in schedule.waiting:
+                    prompts.forget(one.feed)
+            done += completions
+        return done
 
-    def _insertion(self, members, table: "_PageTable") -> Insertion:
-        slots = self.engine.slots
-        missing = slots - len(members)
-        requests = [request for _, _, request in members]
+    def _make_room(self, schedule: Scheduler, prompts: PromptPool) -> None:
+        """Pages for those who run, at the cost of the youngest; fewer slots at the tail."""
+        left = schedule.grow()
+        self._halt([slot for slot, _ in left], schedule.width)
+        prompts.expect(one.feed for _, one in left)
+        self.counts.set_aside = schedule.set_aside
+        if schedule.running and (slots := schedule.narrow()) is not None:
+            self._state = engine_lib.narrow(self._state, slots)
 
-        def column(values, dtype, fill=0):
-            return np.asarray(list(values) + [fill] * missing, dtype)
+    def _fill(self, schedule: Scheduler, prompts: PromptPool) -> None:
+        """Give waiting requests free slots, and copy their prompts' pages there."""
+        by_prefix: dict[int, list[tuple[int, Running, Source]]] = collections.defaultdict(list)
+        for slot, one in schedule.start():
+            source = prompts.take(one.feed)
+            by_prefix[id(source.prefix)].append((slot, one, source))
+        for members in by_prefix.values():
+            new = self._insertion(members, schedule)
+            self._state = engine_lib.insert(
+                self._state, members[0][2].prefix, new, cfg=self.cfg, engine=schedule.engine
+            )
 
+    def _insertion(
+        self, members: Sequence[tuple[int, Running, Source]], schedule: Scheduler
+    ) -> Insertion:
+        width, pool = schedule.width, schedule.pool
+
+        def column(values, dtype):
+            filled = np.zeros(width, dtype)
+            for (slot, _, _), value in zip(members, values, strict=True):
+                filled[slot] = value
+            return filled
+
+        runs = [one for _, one, _ in members]
+        pairs = [
+            (slot, source_page, page)
+            for slot, _, source in members
+            for source_page, page in zip(source.pages, pool.rows[slot], strict=False)
+        ]
+        seen = None
+        if self.engine.repetition_penalty != 1:
+            seen = np.zeros((width, self.cfg.vocab), bool)
+            for slot, one, _ in members:
+                seen[slot, list(one.feed)] = True
         return Insertion(
-            slots=column((slot for slot, _, _ in members), np.int32, slots),
-            rows=column((row for _, row, _ in members), np.int32),
-            table=np.stack([table.rows[slot] for slot, _, _ in members] + [table.none] * missing),
-            tokens=column((r.prompt[-1] for r in requests), np.int32),
-            positions=column((len(r.prompt) - 1 for r in requests), np.int32),
-            budgets=column((r.max_tokens for r in requests), np.int32),
-            sample_ids=column((r.sample_id for r in requests), np.uint32),
-            temperatures=column((r.temperature for r in requests), np.float32),
+            fresh=column([True] * len(runs), bool),
+            tokens=column((one.feed[-1] for one in runs), np.int32),
+            positions=column((one.length - 1 for one in runs), np.int32),
+            budgets=column((one.last_length + 1 - one.length for one in runs), np.int32),
+            sample_ids=column((one.request.sample_id for one in runs), np.uint32),
+            temperatures=column((one.request.temperature for one in runs), np.float32),
+            seen=seen,
+            copies=_copies(
+                [[p[1:] for p in pairs if pool.piece_of(p[0]) == i] for i in range(pool.pieces)],
+                schedule.engine,
+            ),
         )
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefix:
-        """Run up to `engine.prefill_rows` prompts, padded to the bucket of the longest."""
-        length = bucket(max(len(p) for p in prompts), self.engine)
-        tokens = np.zeros((self.engine.prefill_rows, length), np.int32)
-        lengths = np.zeros(self.engine.prefill_rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            # The last token is left to the first decode step.
-            tokens[row, : len(prompt) - 1] = prompt[:-1]
-            lengths[row] = len(prompt) - 1
-        self.counts.prefilled_tokens += int(lengths.sum())
-        return engine_lib.prefill(self.params, tokens, lengths, cfg=self.cfg)
+    def _dispatch(self, schedule: Scheduler) -> engine_lib.Emitted:
+        """Send up to `engine.steps` decode steps; the result is not waited for."""
+        engine = schedule.engine
+        moves = schedule.pool.compact(engine_lib.backend_of(engine).chunk(engine.page))
+        if any(moves):
+            self._state = engine_lib.move_pages(
+                self._state, _copies(moves, engine), cfg=self.cfg, engine=engine
+            )
+        self._state, emitted = engine_lib.generate(
+            self.params, self._state, schedule.pool.page_map(), np.int32(self.seed),
+            np.int32(schedule.refill()), cfg=self.cfg, engine=engine,
+        )  # fmt: skip
+        return emitted
+
+    def _take(
+        self, schedule: Scheduler, emitted: engine_lib.Emitted
+    ) -> tuple[list[Completion], list[int]]:
+        """Count a dispatch and hand its tokens to their requests."""
+        counts, live = self.counts, int((emitted.tokens >= 0).sum())
+        rows = int(emitted.steps) * schedule.width
+        counts.dispatches += 1
+        counts.fetches += 1
+        counts.steps += int(emitted.steps)
+        counts.row_steps += rows
+        counts.live_steps += live
+        if schedule.waiting:
+            counts.busy_row_steps += rows
+            counts.busy_live_steps += live
+        return schedule.collect(emitted, self.version)
+
+    def _halt(self, slots: Sequence[int], width: int) -> None:
+        if slots:
+            mask = np.zeros(width, bool)
+            mask[list(slots)] = True
+            self._state = engine_lib.halt(self._state, mask)
+
+    def _prefill_with(self, engine: EngineConfig):
+        def run(packed: PackedPrompts) -> Pools:
+            self.counts.prefilled_tokens += int((packed.segments > 0).sum())
+            return engine_lib.prefill(
+                self.params, packed.tokens, packed.positions, packed.segments,
+                cfg=self.cfg, engine=engine,
+            )  # fmt: skip
+
+        return run
 
 
-def bucket(length: int, engine: EngineConfig) -> int:
-    """Tokens that a prompt of this length is padded to: a power of two, in whole pages."""
-    size = SMALLEST_BUCKET
-    while size < length:
-        size *= 2
-    size = min(size, engine.slot_pages * engine.page)
-    return -(-size // engine.page) * engine.page
-
-
-def check_request(request: Request, cfg: ModelConfig, engine: EngineConfig) -> None:
-    """Refuse what the engine cannot draw.
-
-    Raises:
-        ValueError: names the request and what would fit.
-    """
-    prompt, limit = len(request.prompt), engine.length
-    if not prompt or request.max_tokens < 1:
-        raise ValueError(
-            f"request {request.id}: needs a prompt and max_tokens >= 1, has {prompt} prompt tokens "
-            f"and max_tokens {request.max_tokens}"
-        )
-    if prompt + request.max_tokens > limit:
-        raise ValueError(
-            f"request {request.id}: {prompt} prompt tokens and up to {request.max_tokens} more "
-            f"exceed the engine's length {limit}; shorten it or raise EngineConfig.length"
-        )
-    if not 0 <= min(request.prompt) <= max(request.prompt) < cfg.live_vocab:
-        raise ValueError(
-            f"request {request.id}: prompt ids lie in {min(request.prompt)}.."
-            f"{max(request.prompt)}, the model knows 0..{cfg.live_vocab - 1}; is it the model's "
-            "own tokenizer?"
-        )
-    if not 0 <= request.sample_id < 2**32 or not request.temperature >= 0:
-        raise ValueError(
-            f"request {request.id}: sample_id {request.sample_id} must be an unsigned 32-bit "
-            f"number and temperature {request.temperature} be >= 0"
-        )
-
-
-class _Running:
-    """A request in a slot and what it has drawn so far."""
-
-    def __init__(self, request: Request, place: int):
-        self.request = request
-        self.place = place
-        """Its slot in the page table; the one on the device changes when slots become fewer."""
-        self.tokens: list[np.ndarray] = []
-        self.logprobs: list[np.ndarray] = []
-
-    def add(self, emitted, slot: int) -> None:
-        count = int((emitted.tokens[:, slot] >= 0).sum())
-        self.tokens.append(emitted.tokens[:count, slot])
-        self.logprobs.append(emitted.logprobs[:count, slot])
-
-    def completion(self, stop_ids: tuple[int, ...]) -> Completion:
-        tokens = np.concatenate(self.tokens)
-        stop = "stop" if int(tokens[-1]) in stop_ids else "length"
-        return Completion(self.request.id, tokens, np.concatenate(self.logprobs), stop)
-
-
-class _PageTable:
-    """Free slots and pages. A request reserves all pages it may need before it starts."""
-
-    def __init__(self, engine: EngineConfig):
-        self.engine = engine
-        self.none = np.full(engine.slot_pages, engine.pool_pages, np.int32)
-        self.rows: dict[int, np.ndarray] = {}
-        self._free_slots = list(range(engine.slots))
-        # Lowest ids first keeps the used part of the pool dense.
-        self._free_pages = list(range(engine.pool_pages))
-
-    def reserve(self, request: Request) -> bool:
-        """Take a slot (then `newest`) and pages for the request; False where there are none."""
-        need = self.engine.pages_for(len(request.prompt) + request.max_tokens)
-        if not self._free_slots or len(self._free_pages) < need:
-            return False
-        self.newest = heapq.heappop(self._free_slots)
-        row = self.none.copy()
-        row[:need] = [heapq.heappop(self._free_pages) for _ in range(need)]
-        self.rows[self.newest] = row
-        return True
-
-    def release(self, slot: int) -> None:
-        for page in self.rows.pop(slot):
-            if page != self.engine.pool_pages:
-                heapq.heappush(self._free_pages, int(page))
-        heapq.heappush(self._free_slots, slot)
-
-
-class _PromptPool:
-    """Prefilled prompts, each run once and kept until its last request has been inserted."""
-
-    def __init__(self, sampler: Sampler, requests: Sequence[Request]):
-        self._sampler = sampler
-        self._todo = collections.deque(dict.fromkeys(request.prompt for request in requests))
-        self._where: dict[tuple[int, ...], tuple[int, int]] = {}
-        self.prefixes: dict[int, Prefix] = {}
-        self._batches = 0
-
-    def locate(self, request: Request) -> tuple[int, int]:
-        """(prefix, row) of the request's prompt; runs the next prompts in the queue if needed."""
-        while request.prompt not in self._where:
-            rows = min(self._sampler.engine.prefill_rows, len(self._todo))
-            batch = [self._todo.popleft() for _ in range(rows)]
-            self.prefixes[self._batches] = self._sampler.prefill(batch)
-            self._where |= {prompt: (self._batches, row) for row, prompt in enumerate(batch)}
-            self._batches += 1
-        return self._where[request.prompt]
-
-    def forget(self, waiting: Iterable[Request]) -> None:
-        """Drop prefixes that no waiting request refers to."""
-        needed = {self._where[r.prompt][0] for r in waiting if r.prompt in self._where}
-        self.prefixes = {k: v for k, v in self.prefixes.items() if k in needed}
+def _copies(of_piece: Sequence[Sequence[tuple[int, int]]], engine: EngineConfig) -> Copies:
+    """Lists of (from page, to page), one for each piece, as arrays of one size."""
+    most = engine.slots * engine.slot_pages
+    sources, destinations = (np.zeros((len(of_piece), most), np.int32) for _ in range(2))
+    for piece, pairs in enumerate(of_piece):
+        for array, pages in zip((sources, destinations), zip(*pairs, strict=True), strict=False):
+            array[piece, : len(pages)] = pages
+    return Copies(sources, destinations, np.asarray([len(p) for p in of_piece], np.int32))

@@ -373,7 +373,7 @@ def test_no_id_without_a_token_is_drawn(shared):
     from inputs import model_config
 
     from klear_jax.model import params as params_lib
-    from klear_jax.sampling.engine import EngineConfig
+    from klear_jax.sampling.config import EngineConfig
     from klear_jax.sampling.sampler import Request, Sampler
 
     tokenizer = load_tokenizer("qwen3")

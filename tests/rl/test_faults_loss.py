@@ -153,7 +153,10 @@ NOTHING = {Clip: {}, Objective: {}, Overlong: {}}
 
 class FakeSampler:
     def __init__(self, turned):
-        self.params, self.turned = None, turned
+        self.turned = turned
+
+    def update(self, params):
+        pass
 
     def sample(self, requests):
         for request in requests:

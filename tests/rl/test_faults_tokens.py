@@ -40,7 +40,7 @@ from klear_jax.rl.loss import token_factor
 from klear_jax.rl.minibatch import Layout
 from klear_jax.rl.objective import Objective
 from klear_jax.rl.rollout import Group
-from klear_jax.sampling.engine import EngineConfig
+from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.sampler import Completion, Request, Sampler
 from klear_jax.train.step import make_scorer
 

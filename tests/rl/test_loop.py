@@ -29,7 +29,7 @@ from klear_jax.rl.objective import Objective
 from klear_jax.rl.rollout_file import load_rollout, save_rollout
 from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling import engine as engine_lib
-from klear_jax.sampling.engine import EngineConfig
+from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.sampler import Completion, Sampler
 from klear_jax.train import optim
 from klear_jax.train.checkpoint import Checkpoints, model_record, restore_or_init
@@ -77,6 +77,9 @@ class Fakes:
     def problems(self, number):
         self.events.append(("problems", number))
         return [Problem(f"{number}-{i}", (Message("user", "q"),), "1") for i in range(4)]
+
+    def update(self, params):
+        self.params = params
 
     def sample(self, requests):
         self.events.append(("sample", self.params, len(requests)))
@@ -523,7 +526,8 @@ def test_nothing_is_compiled_again(whole):
     _, step, score = parts()
     lengths = {values["length/mean"] for _, values in whole[1]}
     assert len(lengths) > 1
-    functions = (step, score, engine_lib.prefill, engine_lib.insert, engine_lib.generate)
+    engine = (engine_lib.prefill, engine_lib.insert, engine_lib.generate)
+    functions = (step, score, *(f.jitted("cpu") for f in engine))
     before = [f._cache_size() for f in functions]
     train(one_device(), RealHooks(), dataclasses.replace(REAL, steps=3))
     assert [f._cache_size() for f in functions] == before

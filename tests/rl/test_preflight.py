@@ -23,7 +23,7 @@ from klear_jax.rl.loss import make_policy_loss
 from klear_jax.rl.minibatch import Layout
 from klear_jax.rl.objective import Objective
 from klear_jax.rl.surrogates import Clip
-from klear_jax.sampling.engine import EngineConfig
+from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.sampler import Completion, Sampler
 from klear_jax.train.checkpoint import CheckpointError, Checkpoints
 from klear_jax.train.optim import OptimConfig, make_optimizer

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing a token: truncations against numpy, frequencies, and what may never be drawn."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from klear_jax.sampling.draw import Truncation, _first_above, allowed, draw, inverse_cdf
+from klear_jax.core import mesh as mesh_lib
+from klear_jax.core.mesh import MeshSpec, make_mesh
+from klear_jax.sampling.draw import (
+    Truncation,
+    _edge,
+    _first_above,
+    _Piece,
+    block_size,
+    draw,
+    inverse_cdf,
+)
 
 SLOTS, VOCAB, LIVE = 8, 300, 290
 
@@ -28,7 +40,7 @@ def draw_many(logits, temperature, truncation=None, live=LIVE):
     """`COUNT` tokens of one row of logits, and the log-probability of each."""
     row = np.full(VOCAB, -np.inf)
     row[: len(logits)] = logits
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         jnp.broadcast_to(jnp.asarray(row, jnp.float32), (COUNT, VOCAB)), keys(COUNT),
         jnp.full(COUNT, temperature, jnp.float32),
         live_vocab=live, truncation=truncation or Truncation(),
@@ -57,7 +69,7 @@ def test_temperatures_are_each_slots_own():
     logits[:, LIVE:] = 100.0
     temperatures = np.array([0, 0.5, 1, 2, 0, 1e-3, 30, 1], np.float32)
     repeats = COUNT // SLOTS
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         jnp.asarray(np.repeat(logits, repeats, axis=0)), keys(COUNT),
         jnp.asarray(np.repeat(temperatures, repeats)), live_vocab=LIVE, truncation=Truncation(),
     )  # fmt: skip
@@ -80,23 +92,171 @@ def test_frequencies_follow_the_temperature(temperature):
     assert abs(chi_square(np.bincount(tokens, minlength=VOCAB), probabilities)) < 4
 
 
-def numpy_allowed(probabilities, top_k, top_p):
-    """Indices kept: the k most likely, then the smallest most likely set of mass top_p of those."""
-    order = np.argsort(-probabilities, kind="stable")[:top_k]
-    mass = np.cumsum(probabilities[order]) / probabilities[order].sum()
-    return set(order[: int(np.searchsorted(mass, top_p)) + 1].tolist())
+def numpy_kept(probabilities, truncation):
+    """Float64: the k most likely, of those the smallest most likely set of mass top_p, and of those
+    what is at least min_p times as likely as the first. Ties with the last one stay each time."""
+    p = np.asarray(probabilities, np.float64)
+    kept = p > 0
+    if truncation.top_k is not None:
+        kept &= p >= np.sort(p)[::-1][min(truncation.top_k, p.size) - 1]
+    if truncation.top_p < 1:
+        order = np.argsort(-np.where(kept, p, 0), kind="stable")
+        mass = np.cumsum(np.where(kept, p, 0)[order])
+        last = order[min(np.searchsorted(mass / mass[-1], truncation.top_p), p.size - 1)]
+        kept &= p >= p[last]
+    return kept & (p >= truncation.min_p * p.max())
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.95, 1.0])
-@pytest.mark.parametrize("top_k", [1, 2, 7, 289, 5000, None])
-def test_truncation_equals_numpy(top_k, top_p):
-    rng = np.random.default_rng(2)
-    logits = rng.normal(scale=2, size=(SLOTS, VOCAB))
-    logits[:, LIVE:] = -np.inf
-    keep = np.asarray(allowed(jnp.asarray(logits, jnp.float32), Truncation(top_k, top_p)))
-    for row, mask in zip(softmax(logits), keep, strict=True):
-        expected = numpy_allowed(row[:LIVE], top_k, top_p if top_p < 1 else 2.0)
-        assert set(np.nonzero(mask)[0].tolist()) == expected
+def kept_by(logits, truncation):
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    piece = _Piece(None, block_size(logits.shape[1]), logits.shape[1])
+    return np.asarray((weights >= _edge(weights, truncation, piece)) & (weights > 0))
+
+
+CASES = [
+    Truncation(top_k, top_p, min_p)
+    for top_k in (1, 2, 7, 289, 5000, None)
+    for top_p in (1e-6, 0.3, 0.95, 1.0)
+    for min_p in (0.0, 0.1)
+]
+
+
+@pytest.mark.parametrize("truncation", CASES, ids=str)
+def test_what_is_kept_equals_numpy(truncation):
+    logits = np.random.default_rng(2).normal(scale=2, size=(SLOTS, LIVE)).astype(np.float32)
+    # Ties, also at an edge.
+    logits[:, 5:9] = logits[:, 4:5]
+    expected = [numpy_kept(row, truncation) for row in softmax(logits.astype(np.float64))]
+    np.testing.assert_array_equal(kept_by(jnp.asarray(logits), truncation), expected)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(50), Truncation(None, 0.95), Truncation(9, 0.5)])
+def test_what_is_kept_of_a_large_vocabulary(truncation):
+    logits = np.random.default_rng(3).normal(scale=4, size=(3, 151_936)).astype(np.float32)
+    kept = kept_by(jnp.asarray(logits), truncation)
+    for row, got in zip(softmax(logits.astype(np.float64)), kept, strict=True):
+        expected = numpy_kept(row, truncation)
+        # A float32 sum over so many may put the edge one token further.
+        assert abs(int(expected.sum()) - int(got.sum())) <= 1
+        assert (expected != got).sum() <= 1
+
+
+def numpy_penalised(logits, seen, penalty):
+    """As the processor of HF transformers does."""
+    return np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(40, 0.9, 0.02)], ids=str)
+def test_logprobs_of_the_draw_equal_numpy(penalty, truncation):
+    """Under penalty, temperature and truncation; the trainer's feel the temperature alone."""
+    rng = np.random.default_rng(7)
+    count = 400
+    logits = rng.normal(scale=2, size=(count, VOCAB)).astype(np.float32)
+    seen = rng.random((count, VOCAB)) < 0.3
+    temperatures = rng.choice([0.0, 0.6, 1.0, 1.4], count).astype(np.float32)
+    changed = penalty != 1 or truncation.on
+    tokens, logprobs, of_draw = draw(
+        jnp.asarray(logits), keys(count), jnp.asarray(temperatures), live_vocab=LIVE,
+        truncation=truncation, repetition_penalty=penalty,
+        seen=jnp.asarray(seen) if penalty != 1 else None,
+    )  # fmt: skip
+    assert (of_draw is not None) == changed
+    scale = np.where(temperatures == 0, 1, temperatures)[:, None].astype(np.float64)
+    plain = logits[:, :LIVE].astype(np.float64)
+    shown = numpy_penalised(plain, seen[:, :LIVE], penalty)
+    at = (np.arange(count), np.asarray(tokens))
+    np.testing.assert_allclose(logprobs, np.log(softmax(plain / scale))[at], atol=1e-5)
+    greedy = temperatures == 0
+    np.testing.assert_array_equal(np.asarray(tokens)[greedy], shown[greedy].argmax(axis=1))
+    if changed:
+        whole = softmax(shown / scale)
+        kept = np.array([numpy_kept(row, truncation) for row in whole])
+        assert kept[at].all()
+        expected = np.log(whole[at] / np.where(kept, whole, 0).sum(axis=1))
+        np.testing.assert_allclose(of_draw, expected, atol=1e-5)
+
+
+def test_penalty_and_what_was_seen_go_together():
+    logits = jnp.zeros((1, 4))
+    for penalty, seen in ((1.0, jnp.zeros((1, 4), bool)), (1.2, None)):
+        with pytest.raises(ValueError, match="go together"):
+            draw(logits, keys(1), jnp.ones(1), live_vocab=4, repetition_penalty=penalty, seen=seen)
+
+
+def test_a_slot_that_is_not_a_number_disturbs_no_other():
+    logits = np.random.default_rng(8).normal(size=(4, VOCAB)).astype(np.float32)
+    bad = logits.copy()
+    bad[1] = np.nan
+    bad[2, 7] = np.inf
+    for truncation in (Truncation(), Truncation(5, 0.9)):
+        one, two = (
+            draw(jnp.asarray(x), keys(4), jnp.ones(4), live_vocab=LIVE, truncation=truncation)
+            for x in (logits, bad)
+        )
+        for a, b in zip(one[:2], two[:2], strict=True):
+            assert np.asarray(a)[[0, 3]].tolist() == np.asarray(b)[[0, 3]].tolist()
+
+
+def test_ties_and_narrow_types():
+    """All tokens alike; greedy takes the first; bfloat16 logits are widened first."""
+    flat = jnp.zeros((COUNT, VOCAB), jnp.bfloat16)
+    tokens, logprobs, _ = draw(flat, keys(COUNT), jnp.ones(COUNT), live_vocab=LIVE)
+    np.testing.assert_allclose(logprobs, -np.log(LIVE), rtol=1e-6)
+    assert np.unique(tokens).size > 280
+    tokens, _, _ = draw(flat, keys(COUNT), jnp.zeros(COUNT), live_vocab=LIVE)
+    assert (np.asarray(tokens) == 0).all()
+
+
+@pytest.mark.parametrize("vocab", [264, 8200, 151_936])
+def test_a_cut_vocabulary_draws_the_same(vocab):
+    """Tokens are equal on every mesh; blocks are whole on up to eight devices or held by each."""
+    rng = np.random.default_rng(9)
+    logits = rng.normal(scale=3, size=(8, vocab)).astype(np.float32)
+    seen = rng.random((8, vocab)) < 0.1
+    temperatures = np.array([0, 1, 1, 0.7, 1, 1.3, 1, 0], np.float32)
+
+    def run(truncation, penalty):
+        return jax.jit(
+            lambda *a: draw(
+                *a[:3], live_vocab=vocab - 3, truncation=truncation, repetition_penalty=penalty,
+                seen=a[3] if penalty != 1 else None,
+            )
+        )(logits, keys(8), temperatures, seen)  # fmt: skip
+
+    for truncation, penalty in ((Truncation(), 1.0), (Truncation(20, 0.9, 0.01), 1.2)):
+        alone = run(truncation, penalty)
+        for mesh in ("tensor:4", "data:2,tensor:2"):
+            spec = MeshSpec.parse(mesh)
+            size = int(np.prod(spec.sizes))
+            with jax.set_mesh(make_mesh(spec, jax.devices()[:size])):
+                cut = run(truncation, penalty)
+            np.testing.assert_array_equal(alone.tokens, cut.tokens)
+            np.testing.assert_allclose(alone.logprobs, cut.logprobs, atol=1e-5)
+            if truncation.on:
+                np.testing.assert_allclose(alone.drawn_logprobs, cut.drawn_logprobs, atol=1e-5)
+
+
+def test_a_cut_vocabulary_stays_cut():
+    """What crosses between devices is blocks' sums and numbers a slot: no logits."""
+    vocab, slots = 151_936, 4
+    with jax.set_mesh(make_mesh(MeshSpec.parse("tensor:4"), jax.devices()[:4])) as _:
+        layout = mesh_lib.SAMPLE.spec("batch", "vocab")
+
+        def run(logits, keys, temperatures):
+            logits = jax.sharding.reshard(logits, layout)
+            return draw(logits, keys, temperatures, live_vocab=vocab, truncation=Truncation(9, 0.9))
+
+        mesh = jax.sharding.get_mesh()
+        sharding = jax.sharding.NamedSharding(mesh, layout)
+        shape = jax.ShapeDtypeStruct((slots, vocab), jnp.float32, sharding=sharding)
+        text = jax.jit(run).lower(shape, keys(slots), jnp.ones(slots)).compile().as_text()
+    moved = [
+        int(np.prod([int(n) for n in sizes.split(",") if n]))
+        for sizes in re.findall(r"= \w+\[([\d,]*)\][^=]*? all-(?:gather|reduce)\(", text)
+    ]
+    assert len(moved) >= 3
+    assert max(moved) == slots * vocab // block_size(vocab)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +346,7 @@ def test_first_above_never_lands_on_weight_zero(size):
 
 
 def test_inverse_cdf_frequencies():
-    """Across blocks of 128, an incomplete last block included; threshold 4 standard deviations."""
+    """Across blocks of 128, an incomplete last one included; threshold 4 standard deviations."""
     rng = np.random.default_rng(4)
     weights = rng.exponential(size=700) ** 2
     weights[rng.random(700) < 0.3] = 0
@@ -223,8 +383,12 @@ def test_thin_tail_of_a_large_vocabulary():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"top_k": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": np.nan}]
-)
+    "bad",
+    [
+        {"top_k": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": np.nan},
+        {"min_p": -0.1}, {"min_p": 1.0}, {"min_p": np.nan},
+    ],
+)  # fmt: skip
 def test_truncation_refuses(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Truncation(**bad)
