@@ -62,15 +62,21 @@ def attend(
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("bkqts,bske->btkqe", weights, v)
 
-    if t <= QUERY_BLOCK or t % QUERY_BLOCK:
-        return block(grouped, q_positions, q_segments).reshape(b, t, h, e)
+    parts = (grouped, q_positions, q_segments)
+    whole = t // QUERY_BLOCK * QUERY_BLOCK
+    if t <= QUERY_BLOCK:
+        return block(*parts).reshape(b, t, h, e)
 
     def blocks(x):
-        return jnp.moveaxis(x.reshape(b, t // QUERY_BLOCK, QUERY_BLOCK, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x[:, :whole].reshape(b, -1, QUERY_BLOCK, *x.shape[2:]), 1, 0)
 
-    split = tuple(blocks(x) for x in (grouped, q_positions, q_segments))
-    out = jax.lax.map(jax.checkpoint(lambda x: block(*x)), split)
-    return jnp.moveaxis(out, 0, 1).reshape(b, t, h, e)
+    one = jax.checkpoint(block)
+    out = jax.lax.map(lambda x: one(*x), tuple(blocks(x) for x in parts))
+    out = jnp.moveaxis(out, 0, 1).reshape(b, whole, h, e)
+    if whole == t:
+        return out
+    rest = one(*(x[:, whole:] for x in parts)).reshape(b, t - whole, h, e)
+    return jnp.concatenate([out, rest], axis=1)
 
 
 def packed_attention(

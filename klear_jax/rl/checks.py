@@ -135,8 +135,8 @@ class Parts:
     def tolerance(self) -> Tolerance:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         cpu = self.mesh.devices.flat[0].platform == "cpu"
-        exact = self.sampler.cfg.dtype == "float32" and (cpu or precision in ("highest", "float32"))
-        return EXACT if exact else ROUNDED
+        wide = "float32" == self.sampler.cfg.dtype == self.sampler.params.embed.dtype
+        return EXACT if wide and (cpu or precision in ("highest", "float32")) else ROUNDED
 
 
 def requests_of(parts: Parts, problems: Sequence[Problem], step: int | str) -> list[Request]:

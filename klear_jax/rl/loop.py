@@ -244,6 +244,9 @@ def roll_out(
     jax.block_until_ready([piece.batch for piece in done])
     values = rollout.summarise(groups, rewards, valid, kept) | {
         "rounds": rounds,
+        "sampler/fill": sampler.counts.fill,
+        "sampler/set_aside": sampler.counts.set_aside,
+        "sampler/copied_bytes": sampler.copied_bytes,
         "seconds/sample": sampled - start,
         "seconds/score": time.monotonic() - sampled,
     }

@@ -103,6 +103,8 @@ class Sampler:
         """
         if self._source() is params.embed:
             return
+        # A copy of its own is let go of before the next is made, so there are never two.
+        self.__dict__.pop("params", None)
         swapped = weights.swap(params, self.cfg, mesh=self.mesh, dtype=self.dtype)
         if swapped.copied_bytes:
             weights.probe(params, swapped.params, self.cfg, mesh=self.mesh)

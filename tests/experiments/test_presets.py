@@ -19,7 +19,8 @@ from klear_jax.rl.surrogates import Clip
 from klear_jax.train.optim import make_schedule
 
 MACHINE = (
-    "mesh", "cpu_devices", "dtype", "microbatch_rows", "slots", "seed", "out", "resume", "init",
+    "mesh", "cpu_devices", "dtype", "microbatch_rows", "slots", "page", "cache_tokens",
+    "narrowest", "rollout_mesh", "rollout_dtype", "seed", "out", "resume", "init",
     "tasks", "problems", "heldout", "eval_problems", "sft", "overlap", "kl_warning",
     "save_rollouts", "preflight",
 )  # fmt: skip

@@ -305,6 +305,49 @@ def test_resumed_on_another_mesh(base, launch, finish):
     assert 0 < max(jax.tree.leaves(moved)) < 0.01
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meshes", "copies"),
+    [
+        (("--mesh=fsdp:2", "--rollout-mesh=tensor:2"), 1),
+        (("--mesh=fsdp:4", "--rollout-mesh=data:2,tensor:2"), 2),
+        (("--mesh=fsdp:2,tensor:2", "--rollout-mesh=fsdp:2,tensor:2"), 0),
+    ],
+)
+def test_sampling_on_another_mesh(finished, base, finish, meshes, copies):
+    """Halves of the devices, all in another layout, the same: the rollouts of the run on one
+    device, for as many copies of the weights as the layout needs; a small cache changes nothing."""
+    out = "-".join(["rollouts", *meshes]).replace(":", "").replace(",", "")
+    status, said, err = finish(
+        "run_gppo.py", *SMALL, "--steps=2", "--cpu-devices=4", *meshes, "--cache-tokens=768",
+        f"--out={out}", cwd=base,
+    )  # fmt: skip
+    assert status == 0, said + err
+    weights = sum(x.nbytes for x in jax.tree.leaves(load_params(base / out)[0]))
+    for one, other in zip(
+        lines_of(base / out / "metrics.jsonl"), lines_of(finished[0] / "metrics.jsonl"), strict=True
+    ):
+        if one["phase"] == "rl":
+            # Norms lie on every device that shares them.
+            assert copies * weights <= one["sampler/copied_bytes"] <= 1.1 * copies * weights
+            assert other["sampler/copied_bytes"] == 0
+        for name in ("reward", "accuracy", "length/mean", "tokens/trained"):
+            if name in other:
+                assert one[name] == pytest.approx(other[name], rel=1e-6), name
+
+
+@pytest.mark.slow
+def test_sampling_in_bfloat16(base, finish):
+    status, out, err = finish(
+        "run_gppo.py", *SMALL, "--steps=1", "--rollout-dtype=bfloat16", "--out=narrow", cwd=base
+    )
+    assert status == 0, out + err
+    (step,) = (x for x in lines_of(base / "narrow" / "metrics.jsonl") if x["phase"] == "rl")
+    weights = sum(x.nbytes for x in jax.tree.leaves(load_params(base / "narrow")[0]))
+    assert step["sampler/copied_bytes"] == weights // 2
+    assert 0 < step["sampler_gap"] < 0.05
+
+
 # --- real questions ---------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ def test_attend_shares_kv_heads_in_consecutive_groups(rng, heads, kv_heads):
     )
 
 
-@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("block", [4, 7, 8])
 def test_blocks_equal_the_plain_path(rng, monkeypatch, block):
     """Same values and gradients when a row is longer than QUERY_BLOCK."""
     q, k, v = map(jnp.float32, qkv(rng, 4, 2))
@@ -137,7 +137,7 @@ def test_a_query_that_sees_nothing_is_finite(rng):
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
-@pytest.mark.parametrize("block", [512, 4])
+@pytest.mark.parametrize("block", [512, 4, 3])
 def test_segments_and_future_are_invisible(params, monkeypatch, block):
     """Exactly: the other tokens get weight 0.0, so not a bit of a hidden state may change."""
     monkeypatch.setattr(layers, "QUERY_BLOCK", block)

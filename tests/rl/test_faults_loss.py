@@ -44,7 +44,8 @@ from klear_jax.rl.minibatch import Layout
 from klear_jax.rl.objective import Objective
 from klear_jax.rl.rollout import Group, Overlong
 from klear_jax.rl.surrogates import Clip
-from klear_jax.sampling.sampler import Completion
+from klear_jax.sampling.request import Completion
+from klear_jax.sampling.sampler import SampleCounts
 from klear_jax.train.state import init_state
 from klear_jax.train.step import make_scorer, make_step
 
@@ -152,6 +153,9 @@ NOTHING = {Clip: {}, Objective: {}, Overlong: {}}
 
 
 class FakeSampler:
+    counts = SampleCounts()
+    copied_bytes = 0
+
     def __init__(self, turned):
         self.turned = turned
 

@@ -5,8 +5,8 @@ Every report of that group and its test, here where no file is named:
 
 - tunix, tunix PR 1148, trl PR 6357, pytorch/rl PR 3580, Megatron-Bridge PR 4660 (end token that
   is the pad): `test_tunix_*`; for SFT test_packing.py.
-- dynamo#14302, TensorRT-LLM PR 18190: `test_dynamo_14302_*`; there are no stop strings. Every
-  completion of test_sampler.py is checked so.
+- dynamo#14302, TensorRT-LLM PR 18190: `test_dynamo_14302_*`. Every completion of
+  test_sampler.py is checked so.
 - Qwen3#927: `test_qwen3_927_*`; which files are read, and Qwen3's own: test_tokenizer.py.
 - nanoVLM#201, #204, LlamaFactory PR 7318, transformers PR 46634: `test_nanovlm_201_*`; of hidden
   states, exactly, test_layers.py.
@@ -89,10 +89,12 @@ def test_tunix_the_end_token_is_trained_though_it_is_the_pad():
     assert made.batch.targets.ravel().tolist() == [5, 6, end, 0, 0, 0, 0, 0]
 
 
-def sampled(stop_ids, count=6, max_tokens=12):
+def sampled(stop_ids, count=6, max_tokens=12, stop_strings=(), decode=None):
     engine = EngineConfig(slots=4, length=32, stop_ids=stop_ids, page=8, steps=4, prefill_rows=2)
-    requests = [Request(str(i), (65, 66), i, max_tokens) for i in range(count)]
-    return {c.id: c for c in Sampler(weights(), CFG, engine).sample(requests)}
+    requests = [
+        Request(str(i), (65, 66), i, max_tokens, stop_strings=stop_strings) for i in range(count)
+    ]
+    return {c.id: c for c in Sampler(weights(), CFG, engine, decode=decode).sample(requests)}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,14 @@ def test_qwen3_927_stops_on_every_end_that_a_file_names(endless, ended):
 def test_dynamo_14302_one_logprob_a_token_however_it_ends(endless, ended):
     _, completions = ended
     assert {done.stop for done in completions.values()} == {"stop", "length"}
-    for done in [*endless.values(), *completions.values()]:
+    text = BYTES.decode(endless["2"].tokens.tolist())
+    string = next(text[i : i + 2] for i in range(2, 9) if text[i : i + 2].isascii())
+    cut = sampled((), stop_strings=(string,), decode=lambda ids: BYTES.decode(ids.tolist()))
+    assert cut["2"].stop == "stop"
+    assert len(cut["2"].tokens) < len(endless["2"].tokens)
+    assert string in BYTES.decode(cut["2"].tokens.tolist())
+    assert string not in BYTES.decode(cut["2"].tokens[:-1].tolist())
+    for done in [*endless.values(), *completions.values(), *cut.values()]:
         assert len(done.tokens) == len(done.logprobs)
         assert np.isfinite(done.logprobs).all()
 

@@ -169,11 +169,11 @@ def test_a_swap_that_went_wrong_stops_the_run(monkeypatch, fault):
     def swap(params, *args, **kw):
         good = real(params, *args, dtype="bfloat16")
         blocks = good.params.blocks
+        mixed = dataclasses.replace(blocks.attn, wk=blocks.attn.wv, wv=blocks.attn.wk)
         bad = {
             "stale": jax.tree.map(lambda x: x.astype(jnp.bfloat16), stale),
             "mixed up": dataclasses.replace(
-                good.params,
-                blocks=dataclasses.replace(blocks, wk=blocks.wv, wv=blocks.wk),
+                good.params, blocks=dataclasses.replace(blocks, attn=mixed)
             ),
             "nan": dataclasses.replace(good.params, final_norm=good.params.final_norm * jnp.nan),
         }[fault]
