@@ -6,6 +6,7 @@ makes one copy, which is counted, and a probe compares log-probs under both: a s
 other weights than the trainer thinks is the kind of fault that no loss curve shows.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -71,8 +72,11 @@ def swap(
     else:
 
         def send(x: Array, target: Any) -> Array:
-            sent = jax.device_put(x if x.dtype == dtype else _cast(x, dtype), target)
-            return jax.block_until_ready(sent)
+            # `device_put` would share a replica that lies on a target device already, and the
+            # trainer donates its own: send a copy. jax reorders under the mesh that it sends to.
+            copy = _copy(x, dtype)
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                return jax.block_until_ready(jax.device_put(copy, target))
 
         moved = jax.tree.map(send, params, targets)
     return Swapped(moved, sum(_bytes(x) for x in jax.tree.leaves(moved)))
@@ -99,8 +103,8 @@ def _reshard(dtype: Any, targets: Params) -> Callable[[Params], Params]:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _cast(x: Array, dtype: Any) -> Array:
-    return x.astype(dtype)
+def _copy(x: Array, dtype: Any) -> Array:
+    return jnp.copy(x).astype(dtype)
 
 
 def probe(trained: Params, sampling: Params, cfg: ModelConfig, *, mesh: Mesh | None) -> float:

@@ -144,11 +144,11 @@ def test_random_requests_equal_the_slow_reference(params, pools, config, count):
 
 
 def test_requests_wait_for_pages(params, pools):
-    """Seven pages for five slots of five: long requests take turns, all finish."""
-    tight = dataclasses.replace(TIGHT, stop_ids=())
+    """12 pages for five slots of five: long requests take turns, all finish."""
+    tight = dataclasses.replace(TIGHT, stop_ids=(), pages=12)
     long = [Request(f"r{n}", (n + 1,) * 20, n, 20) for n in range(8)]
     assert all(len(c.tokens) == 20 for c in Sampler(params, CFG, tight).sample(long))
-    assert 2 <= pools[0].most_slots <= 3
+    assert 2 <= pools[0].most_slots <= 4
     short = [Request(f"r{n}", (n + 1,) * 3, n, 5) for n in range(20)]
     assert all(len(c.tokens) == 5 for c in Sampler(params, CFG, tight).sample(short))
     assert pools[1].most_slots == 5

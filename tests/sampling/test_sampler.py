@@ -213,7 +213,6 @@ def test_greedy_tokens_are_the_argmax_of_the_packed_forward(params, packed):
     np.testing.assert_array_equal(logits.argmax(axis=-1)[greedy], rows.targets[greedy])
 
 
-@functools.partial(jax.jit, static_argnames=("truncation",))
 def test_a_limit_of_one_token(params, baseline):
     """Is the first token of the longer completion; counts as a stop where that is an end token."""
     short = [Request(r.id, r.prompt, r.sample_id, 1, r.temperature) for r in REQUESTS]
