@@ -30,7 +30,7 @@ from klear_jax.rl.rollout_file import load_rollout, save_rollout
 from klear_jax.rl.surrogates import Clip
 from klear_jax.sampling import engine as engine_lib
 from klear_jax.sampling.config import EngineConfig
-from klear_jax.sampling.sampler import Completion, Sampler
+from klear_jax.sampling.sampler import Completion, SampleCounts, Sampler
 from klear_jax.train import optim
 from klear_jax.train.checkpoint import Checkpoints, model_record, restore_or_init
 from klear_jax.train.state import abstract_state, init_state
@@ -65,7 +65,10 @@ class FakeState:
 class Fakes:
     """Every argument of the loop, and a list of what was called."""
 
+    copied_bytes = 0
+
     def __init__(self, *, verdict=None, stop_after=math.inf, skipped=0):
+        self.counts = SampleCounts(busy_row_steps=8, busy_live_steps=6)
         self.events = []
         self.params = None
         self.verdict = verdict or (lambda text: RIGHT if text == "0" else WRONG)

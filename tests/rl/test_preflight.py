@@ -251,7 +251,7 @@ def test_a_sampler_of_other_weights(parts):
 
 def test_an_id_without_a_row(parts):
     class Wild:
-        cfg, engine, seed = parts.sampler.cfg, parts.sampler.engine, 3
+        cfg, engine, seed, params = parts.sampler.cfg, parts.sampler.engine, 3, parts.sampler.params
 
         def sample(self, requests):
             for r in requests:
