@@ -178,7 +178,7 @@ def test_evaluation_samples_as_the_paper_does():
         (GppoRun, {"temperature": 0.0}, "a greedy policy has no ratio"),
         (GppoRun, {"problems_per_step": 3, "updates": 4}, "4 updates need at least as many groups"),
         (GppoRun, {"steps": 0}, "steps 0 must be at least 1"),
-        (GppoRun, {"slots": 0}, "slots 0 must be at least 1"),
+        (GppoRun, {"slots": 0}, "slots 0 and page 32 must be at least 1"),
         (GppoRun, {"save_every": -1}, "save_every -1"),
         (GppoRun, {"eval_temperature": -0.1}, "eval_temperature -0.1"),
         (GppoRun, {"eval_top_p": 0.0}, "top_p 0.0"),

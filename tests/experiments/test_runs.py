@@ -99,6 +99,7 @@ def test_files_of_a_run(finished):
     load_params(folder)
 
 
+@pytest.mark.slow
 def test_the_sft_start_is_kept_and_used_again(finished, base, finish):
     """A run of another config finds the start of the first."""
     (start,) = (base / "runs" / "cache").glob("sft-*")
@@ -151,6 +152,7 @@ def test_preflight_is_reported_and_changes_nothing(finished, base, finish):
     assert_same_weights(base / "unchecked", finished[0])
 
 
+@pytest.mark.slow
 def test_preflight_refuses_a_learning_rate_and_leaves_no_run(finished, base, finish):
     flags = ("run_gppo.py", *SMALL, "--steps=1", "--out=refused", "--optim.learning-rate=0.5")
     status, out, err = finish(*flags, cwd=base)

@@ -536,7 +536,9 @@ def test_nothing_is_compiled_again(whole):
     assert [f._cache_size() for f in functions] == before
 
 
-@pytest.mark.parametrize("spec", ["data:1", "fsdp:2,tensor:2"])
+@pytest.mark.parametrize(
+    "spec", ["data:1", pytest.param("fsdp:2,tensor:2", marks=pytest.mark.slow)]
+)
 def test_one_program_for_every_step(spec):
     """A fresh state and one that a step returned have one layout."""
     mesh = one_device() if spec == "data:1" else make_mesh(MeshSpec.parse(spec))

@@ -336,7 +336,10 @@ def run_in(pieces, spec=None):
     return jax.device_get((value, metrics.summarise(), gradient))
 
 
-@pytest.mark.parametrize(("pieces", "spec"), [(2, None), (4, None), (2, "fsdp:2,tensor:2")])
+@pytest.mark.parametrize(
+    ("pieces", "spec"),
+    [(2, None), (4, None), pytest.param(2, "fsdp:2,tensor:2", marks=pytest.mark.slow)],
+)
 def test_every_term_adds_up(pieces, spec):
     """KL, TIS, ERC, entropy, GSPO and the NLL term: the same in 1, 2 or 4 pieces and on a mesh."""
     value, metrics, gradient = run_in(pieces, spec)

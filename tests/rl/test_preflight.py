@@ -106,12 +106,14 @@ def test_sound_parts_pass_and_are_left_as_they_were(parts, tmp_path):
     assert 0 < by_name["sampler"].figure < 2e-5
 
 
+@pytest.mark.slow
 def test_no_check_is_empty_on_a_mesh(tmp_path):
     cut = make_mesh(MeshSpec(fsdp=2), jax.devices()[:2])
     with jax.set_mesh(cut):
         assert not failures(make_parts(tmp_path, cut))
 
 
+@pytest.mark.slow
 def test_bfloat16_has_limits_of_its_own(mesh, tmp_path):
     parts = make_parts(tmp_path, mesh, dtype="bfloat16")
     made = {check.name: check for check in preflight.preflight(parts, PROBLEMS)}

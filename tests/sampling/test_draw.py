@@ -208,7 +208,7 @@ def test_ties_and_narrow_types():
     assert (np.asarray(tokens) == 0).all()
 
 
-@pytest.mark.parametrize("vocab", [264, 8200, 151_936])
+@pytest.mark.parametrize("vocab", [264, pytest.param(8200, marks=pytest.mark.slow), 151_936])
 def test_a_cut_vocabulary_draws_the_same(vocab):
     """Tokens are equal on every mesh; blocks are whole on up to eight devices or held by each."""
     rng = np.random.default_rng(9)

@@ -358,6 +358,7 @@ def test_noise_of_positions_and_members_is_independent(uniform):
     assert abs(ended - (1 - (250 / 263) ** 64)) < 0.05
 
 
+@pytest.mark.slow
 def test_completions_on_a_cut_mesh(host_params, params, baseline):
     """Weights, heads and vocabulary cut over fsdp and tensor give the same tokens."""
     mesh = make_mesh(MeshSpec.parse("fsdp:2,tensor:2"), devices=jax.devices()[:4])

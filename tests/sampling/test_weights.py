@@ -85,7 +85,13 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("spec", ["data:4", "data:2,tensor:2", "fsdp:2,seq:2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "data:2,tensor:2",
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("data:4", "fsdp:2,seq:2")),
+    ],
+)
 def test_completions_do_not_depend_on_the_mesh(spec, truncated):
     """Slots and pages over all axes but tensor, heads and vocabulary over that."""
     mesh = mesh_of(spec, range(4))
