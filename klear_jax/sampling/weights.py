@@ -55,6 +55,8 @@ def swap(
     (an order of their own, or the half of the machine that trains not) they are sent leaf by leaf,
     each waited for: beside both copies of the weights, one leaf at most is held a second time.
     """
+    # Arrays of numpy have no sharding yet.
+    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), params)
     dtype = jnp.dtype(dtype or params.embed.dtype)
     if mesh is None:
         targets = jax.tree.map(lambda x: x.sharding, params)

@@ -168,7 +168,8 @@ def test_a_completion_of_32768_tokens():
     assert cache <= 26 * 2**20
     state = jax.eval_shape(lambda: engine_lib.init_state(cfg, engine))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert cache <= held <= 1.02 * cache
+    # The pool is whole chunks of attention, 1,024 tokens each.
+    assert cache <= held <= cache + 1024 * cache // (engine.pool_pages * engine.page) + 2**16
     sampler = Sampler(params, cfg, engine, seed=SEED)
     first = tuple(np.random.default_rng(0).integers(0, 263, prompt).tolist())
     (done,) = sampler.sample([Request("long", first, 0, total)])
