@@ -31,7 +31,7 @@ from klear_jax.rl.objective import Objective
 from klear_jax.rl.rollout import Decode, Encode, Grader, Group, GroupFilter, Overlong
 from klear_jax.rl.rollout_file import Rollout
 from klear_jax.rl.telemetry import drift
-from klear_jax.sampling.sampler import Sampler
+from klear_jax.sampling.sampler import SampleCounts, Sampler
 from klear_jax.train.state import TrainState
 from klear_jax.train.step import Scorer, Step
 
@@ -148,10 +148,11 @@ def train_gppo(
         with concurrent.futures.ThreadPoolExecutor(1) as beside:
             job = None
             if cfg.overlap:
-                # The step gives the buffers of its state away, so the sampler gets its own.
-                params = jax.tree.map(jnp.copy, state.params)
-                run = functools.partial(_in_mesh, mesh, sample_ahead)
-                job = beside.submit(run, number + 1, number + cfg.lag, params)
+                # The step gives the buffers of its state away, so the sampler gets its own; its
+                # last ones go first.
+                sampler.release()
+                run = functools.partial(_in_mesh, mesh, sample_ahead, number + 1, number + cfg.lag)
+                job = beside.submit(run, jax.tree.map(jnp.copy, state.params))
             state, values = take_updates(cfg, state, rolled, step, score, rate)
             if job is not None:
                 job.result()
@@ -217,12 +218,12 @@ def roll_out(
     """
     start = time.monotonic()
     groups: list[Group] = []
-    rounds = 0
+    rounds, counts = 0, SampleCounts()
     while True:
         drawn = position + rounds
         new = problems(drawn)
         groups += sample_groups(cfg, drawn, params, new, encode, decode, sampler, grade)
-        rounds += 1
+        rounds, counts = rounds + 1, counts + sampler.counts
         rewards = rollout.training_rewards(groups, reward, cfg.overlong, cfg.max_tokens)
         valid = rollout.trainable(groups, cfg.overlong)
         kept = rollout.keep_informative(groups, rewards, valid, cfg.group_filter, cfg.keep)
@@ -244,8 +245,8 @@ def roll_out(
     jax.block_until_ready([piece.batch for piece in done])
     values = rollout.summarise(groups, rewards, valid, kept) | {
         "rounds": rounds,
-        "sampler/fill": sampler.counts.fill,
-        "sampler/set_aside": sampler.counts.set_aside,
+        "sampler/fill": counts.fill,
+        "sampler/set_aside": counts.set_aside,
         "sampler/copied_bytes": sampler.copied_bytes,
         "seconds/sample": sampled - start,
         "seconds/score": time.monotonic() - sampled,

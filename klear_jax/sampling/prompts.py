@@ -95,6 +95,7 @@ class PromptPool:
         self._run = run
         self._pieces = pieces
         self._where: dict[Tokens, Source] = {}
+        self._version: int | None = None
         self._waiting: collections.Counter[Tokens] = collections.Counter()
 
     def expect(self, prompts: Iterable[Tokens]) -> None:
@@ -108,13 +109,18 @@ class PromptPool:
             del self._waiting[prompt]
             self._where.pop(prompt, None)
 
-    def take(self, prompt: Tokens) -> Source:
-        """Where the prompt is; it is run now, with those that wait behind it, if it has not been.
+    def take(self, prompt: Tokens, version: int) -> Source:
+        """Where the prompt is under the weights of this version; it is run now if it has not been.
 
-        A prefix is let go of when all its prompts have been taken.
+        Those that wait behind it are run along where no others are kept: what is kept lies outside
+        the page pool, and so stays one prefill of `engine.prefill_rows` rows, and that of the
+        prompt at hand. A prefix is let go of when all its prompts have been taken.
         """
+        if version != self._version:
+            self._where, self._version = {}, version
         if prompt not in self._where:
-            todo = [prompt, *(p for p in self._waiting if p not in self._where and p != prompt)]
+            others = () if self._where else (p for p in self._waiting if p != prompt)
+            todo = [prompt, *others]
             packed = pack_prompts(todo, self._engine, pieces=self._pieces)
             prefix = self._run(packed)
             new = zip(todo, packed.pages, strict=False)

@@ -46,6 +46,10 @@ class SampleCounts:
     set_aside: int = 0
     """Times that a request had to make room for an older one."""
 
+    def __add__(self, other: "SampleCounts") -> "SampleCounts":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return SampleCounts(*(a + b for a, b in pairs))
+
     @property
     def fill(self) -> float:
         """Share of slots in use while requests waited; NaN where none ever did."""
@@ -69,7 +73,8 @@ class Sampler:
         """
         Args:
             params: the trainer's.
-            decode: turns tokens into text; only requests with stop strings need it.
+            decode: turns tokens into text, for requests with stop strings. Only what it shows can
+                be found: `Tokenizer.decode` leaves special tokens out unless told not to.
             mesh: to sample on; None: the one that is set by the caller, where `params` lie.
             dtype: of the sampler's weights; None: that of `params`.
         """
@@ -103,8 +108,7 @@ class Sampler:
         """
         if self._source() is params.embed:
             return
-        # A copy of its own is let go of before the next is made, so there are never two.
-        self.__dict__.pop("params", None)
+        self.release()
         swapped = weights.swap(params, self.cfg, mesh=self.mesh, dtype=self.dtype)
         if swapped.copied_bytes:
             weights.probe(params, swapped.params, self.cfg, mesh=self.mesh)
@@ -112,6 +116,12 @@ class Sampler:
         self.copied_bytes = swapped.copied_bytes
         self.version += 1
         self._source = weakref.ref(params.embed)
+
+    def release(self) -> None:
+        """Let go of the weights, so that those of the next `update` are not held beside them."""
+        self.__dict__.pop("params", None)
+        # Should that update fail, another must not take these for the ones that are here.
+        self._source = lambda: None
 
     def _on_mesh(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -139,10 +149,9 @@ class Sampler:
         if len({request.id for request in requests}) < len(requests):
             raise ValueError("two requests of one call have the same id; ids name completions")
         self.counts = SampleCounts()
-        # An earlier call that was left half-way may have slots going: start from a clean state, and
-        # let go of the old cache first, so that there are never two.
+        # An earlier call that was left half-way may have slots going: this one starts from a clean
+        # state, and lets go of the old cache first, so that there are never two.
         self._state = None
-        self._state = engine_lib.init_state(self.cfg, engine)
         self._call += 1
         with self._lock:
             self._cancelled, self._interrupted = set(), False
@@ -172,27 +181,43 @@ class Sampler:
     ) -> Iterator[Completion]:
         """One turn of the loop: make room, fill free slots, send a dispatch; hand out what the
         dispatch before it ended, while the device works; then wait for the new one."""
+        self._check_current(call)
+        try:
+            yield from self._turns(requests, engine, pool, call)
+        finally:
+            # The cache is memory that the training step can use, also where this was left half-way.
+            if call == self._call:
+                self._state = None
+
+    def _turns(
+        self, requests: Sequence[Request], engine: EngineConfig, pool: PagePool, call: int
+    ) -> Iterator[Completion]:
+        with self._on_mesh():
+            self._state = engine_lib.init_state(self.cfg, engine)
         schedule = Scheduler(requests, engine, pool, self.decode)
         prompts = PromptPool(engine, self._prefill_with(engine), pool.pieces)
         prompts.expect(request.feed for request in requests)
-        ended: list[Completion] = []
+        ended: list[tuple[Running, bool]] = []
         while True:
             with self._on_mesh():
-                ended += self._withdraw(schedule, prompts)
+                withdrawn = self._withdraw(schedule, prompts)
                 self._make_room(schedule, prompts)
                 self._fill(schedule, prompts)
+                version = self.version
                 sent = self._dispatch(schedule) if schedule.running else None
-            for completion in ended:
+            for one, by_string in ended:
+                yield schedule.completion(one, by_string)
+                self._check_current(call)
+            for completion in withdrawn:
                 yield completion
                 self._check_current(call)
             if sent is None:
                 break
             emitted = jax.device_get(sent)
-            ended, halted = self._take(schedule, emitted)
+            self._count(schedule, emitted)
+            ended, halted = schedule.collect(emitted, version)
             with self._on_mesh():
                 self._halt(halted, schedule.width)
-        # The cache is memory that the training step can use.
-        self._state = None
 
     def _check_current(self, call: int) -> None:
         if call != self._call:
@@ -232,7 +257,7 @@ class Sampler:
         """Give waiting requests free slots, and copy their prompts' pages there."""
         by_prefix: dict[int, list[tuple[int, Running, Source]]] = collections.defaultdict(list)
         for slot, one in schedule.start():
-            source = prompts.take(one.feed)
+            source = prompts.take(one.feed, self.version)
             by_prefix[id(source.prefix)].append((slot, one, source))
         for members in by_prefix.values():
             new = self._insertion(members, schedule)
@@ -290,10 +315,7 @@ class Sampler:
         )  # fmt: skip
         return emitted
 
-    def _take(
-        self, schedule: Scheduler, emitted: engine_lib.Emitted
-    ) -> tuple[list[Completion], list[int]]:
-        """Count a dispatch and hand its tokens to their requests."""
+    def _count(self, schedule: Scheduler, emitted: engine_lib.Emitted) -> None:
         counts, live = self.counts, int((emitted.tokens >= 0).sum())
         rows = int(emitted.steps) * schedule.width
         counts.dispatches += 1
@@ -304,7 +326,6 @@ class Sampler:
         if schedule.waiting:
             counts.busy_row_steps += rows
             counts.busy_live_steps += live
-        return schedule.collect(emitted, self.version)
 
     def _halt(self, slots: Sequence[int], width: int) -> None:
         if slots:

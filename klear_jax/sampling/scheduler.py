@@ -2,6 +2,7 @@
 """Who waits, who runs in which slot, and who has to make room: the host's side of one call."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -31,6 +32,8 @@ class Running:
         if request.continues is not None:
             done = request.continues
             self._keep(done.tokens, done.logprobs, done.drawn_logprobs, done.versions)
+            # A stop string may have begun in them; it was not complete, or they had ended by it.
+            self.stop_strings.find(done.tokens)
 
     @property
     def last_length(self) -> int:
@@ -101,6 +104,7 @@ class Scheduler:
         self.set_aside = 0
         """Times that a request had to make room."""
         self._free = set(range(engine.slots))
+        self._stop_ids = frozenset(engine.stop_ids)
 
     def grow(self) -> list[tuple[int, Running]]:
         """Give every running request pages for the next dispatch, oldest first; those that had to
@@ -160,9 +164,15 @@ class Scheduler:
         self._free.add(slot)
         return self.running.pop(slot)
 
-    def collect(self, emitted: Emitted, version: int) -> tuple[list[Completion], list[int]]:
-        """Take what a dispatch drew: completions that ended, and slots still going on the device
-        whose completion ended by a stop string."""
+    def collect(
+        self, emitted: Emitted, version: int
+    ) -> tuple[list[tuple[Running, bool]], list[int]]:
+        """Take what a dispatch drew: who ended (and whether by a stop string), and the slots of
+        those by a stop string, which are still going on the device.
+
+        Args:
+            version: of the weights that it was drawn with.
+        """
         ended, halted = [], []
         for slot, one in list(self.running.items()):
             by_string = one.add(emitted, slot, version)
@@ -170,14 +180,15 @@ class Scheduler:
                 continue
             if emitted.live[slot]:
                 halted.append(slot)
-            ended.append(self._completion(one, by_string))
+            ended.append((one, by_string))
             self._leave(slot)
         return ended, halted
 
-    def _completion(self, one: Running, by_string: bool) -> Completion:
+    def completion(self, one: Running, by_string: bool) -> Completion:
+        """What a request that ended has drawn."""
         done = one.completion("length", truncated=self.engine.truncated)
-        if by_string or int(done.tokens[-1]) in self.engine.stop_ids:
-            return one.completion("stop", truncated=self.engine.truncated)
+        if by_string or int(done.tokens[-1]) in self._stop_ids:
+            return dataclasses.replace(done, stop="stop")
         return done
 
     def withdraw(self, ids: Iterable[str] | None, stop) -> tuple[list[Completion], list[int]]:

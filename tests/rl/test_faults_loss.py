@@ -162,6 +162,9 @@ class FakeSampler:
     def update(self, params):
         pass
 
+    def release(self):
+        pass
+
     def sample(self, requests):
         for request in requests:
             problem, sample = map(int, request.id.split("/"))

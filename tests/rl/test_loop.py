@@ -84,6 +84,10 @@ class Fakes:
     def update(self, params):
         self.params = params
 
+    def release(self):
+        self.events.append(("release", self.params))
+        self.params = None
+
     def sample(self, requests):
         self.events.append(("sample", self.params, len(requests)))
         self.noise.append([request.sample_id for request in requests])
@@ -300,6 +304,8 @@ def test_lag_is_exact(lag, overlap):
     # Each batch of problems was drawn once, and none for steps that do not come.
     assert happened(fakes, "problems") == [0, 1, 2, 3]
     assert [r.number for r in fakes.trained_on] == [0, 1, 2, 3]
+    # With an overlap the sampler has a copy of its own; each goes before the next is made.
+    assert ("release" in {event[0] for event in fakes.events}) == overlap
     # What waits is handed to each save, which comes after steps 3 and 4.
     waiting = [[r.number for r in ahead] for _, ahead in fakes.saved]
     assert waiting == [[3], []]
@@ -370,6 +376,21 @@ def test_dynamic_sampling_keeps_a_partly_filled_step():
     fakes.run(dataclasses.replace(CONFIG, rounds=2, steps=1))
     (_, _, values) = fakes.logged[0]
     assert (values["rounds"], values["groups/trained"], values["updates"]) == (2, 1, 1)
+
+
+def test_sampler_metrics_are_those_of_all_rounds():
+    fakes = Fakes(verdict=lambda text: WRONG)
+    sample, numbers = fakes.sample, iter([(8, 6, 1), (32, 8, 2)])
+
+    def sample_and_count(requests):
+        rows, live, aside = next(numbers)
+        fakes.counts = SampleCounts(busy_row_steps=rows, busy_live_steps=live, set_aside=aside)
+        return sample(requests)
+
+    fakes.sample = sample_and_count
+    fakes.run(dataclasses.replace(CONFIG, rounds=2, steps=1))
+    (_, _, values) = fakes.logged[0]
+    assert (values["sampler/fill"], values["sampler/set_aside"]) == (14 / 40, 3)
 
 
 def test_an_error_while_sampling_beside_the_updates_ends_the_run():

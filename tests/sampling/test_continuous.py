@@ -18,7 +18,7 @@ from klear_jax.sampling import sampler as sampler_lib
 from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.draw import Truncation
 from klear_jax.sampling.pages import PagePool
-from klear_jax.sampling.prompts import pack_prompts
+from klear_jax.sampling.prompts import PromptPool, pack_prompts
 from klear_jax.sampling.request import Request
 from klear_jax.sampling.sampler import Sampler
 from klear_jax.sampling.stops import StopStrings
@@ -219,6 +219,23 @@ def test_stop_strings_of_bytes_that_make_a_letter():
     assert [watch.find(np.array([b])) for b in text] == [None, None, None, 1, None]
 
 
+def test_stop_strings_beside_tokens_without_text():
+    """Special tokens that the decoder leaves out, however many, do not break a string in two."""
+
+    def decode(ids):
+        return "".join("" if i == 0 else chr(i) for i in ids)
+
+    for gap, size in itertools.product((0, 1, 5, 40), (1, 3, 64)):
+        ids = np.array([ord("x"), ord("a"), *[0] * gap, ord("b"), *[0] * gap, ord("c"), ord("y")])
+        watch, found = StopStrings(("abc", "q"), decode), []
+        for start in range(0, len(ids), size):
+            end = watch.find(ids[start : start + size])
+            if end is not None:
+                found.append(start + end)
+                break
+        assert found == [len(ids) - 1], (gap, size)
+
+
 def test_stop_strings_need_a_decoder():
     plain = Sampler(weights(), CFG, ENGINE)
     with pytest.raises(ValueError, match="decode"):
@@ -300,6 +317,90 @@ def test_each_token_knows_its_weights():
         (fresh,) = sampler(1, stop_ids=()).sample([Request("f", prompt, number, 20 - kept)])
         assert completion.tokens[kept:].tolist() == fresh.tokens.tolist()
         np.testing.assert_allclose(completion.logprobs[kept:], fresh.logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_stop_string_across_an_interruption(steps):
+    """Interrupted again and again, so a string begins before and is complete after."""
+    strings = tuple(a + b + c for a, b, c in itertools.product("abcdefghijklm", repeat=3))
+    asked = requests(stop_strings=strings)
+    expected = by_id(sampler(steps=steps).sample(asked))
+    assert sum(c.stop == "stop" and len(c.tokens) > steps for c in expected.values()) >= 5
+    run, done, waiting = sampler(steps=steps, slots=24), {}, list(asked)
+    while waiting:
+        left = {}
+        running = run.sample([Request("first", (1,), 0, 1), *waiting])
+        for completion in running:
+            if completion.id == "first":
+                run.interrupt()
+            elif completion.stop == "partial":
+                left[completion.id] = completion
+            else:
+                done[completion.id] = completion
+        waiting = [dataclasses.replace(r, continues=left[r.id]) for r in asked if r.id in left]
+    for name, completion in expected.items():
+        same(done[name], completion)
+
+
+def test_weights_that_change_in_mid_call():
+    """Each token has the version of the dispatch that drew it, also of the one in flight; who
+    starts later has nothing of the old weights, though its prompt was run with them."""
+    plain = {"stop_ids": (), "steps": 4, "slots": 2}
+    asked = [Request(f"r{n}", (n + 1, 7, 9), n, 4 if n == 1 else 22) for n in range(5)]
+    old = by_id(sampler(0, **plain).sample(asked))
+    new = by_id(sampler(1, **plain).sample(asked))
+    run, got = sampler(0, **plain), {}
+    for completion in run.sample(asked):
+        got[completion.id] = completion
+        if completion.id == "r1":
+            run.update(weights(1))
+    switched = got["r0"]
+    # Four of the first dispatch, and four of that which was on its way when r1 was handed out.
+    assert switched.versions.tolist() == [0] * 8 + [1] * 14
+    before = np.abs(switched.logprobs - old["r0"].logprobs)
+    assert switched.tokens[:8].tolist() == old["r0"].tokens[:8].tolist()
+    assert before[:8].max() < 2e-4 < before[8]
+    for name in ("r3", "r4"):
+        assert (got[name].versions == 1).all()
+        same(got[name], new[name])
+
+
+def test_a_failed_change_of_weights_can_be_repeated(monkeypatch):
+    run = sampler()
+    first = by_id(run.sample(requests(4)))
+    with monkeypatch.context() as patch:
+
+        def full(*args, **kwargs):
+            raise MemoryError
+
+        patch.setattr(sampler_lib.weights, "swap", full)
+        with pytest.raises(MemoryError):
+            run.update(weights(1))
+    run.update(weights(0))
+    again = by_id(run.sample(requests(4)))
+    for name, completion in first.items():
+        same(again[name], completion)
+
+
+def test_prompts_run_ahead_are_bounded():
+    """What is kept beside the pool: one prefill with those behind it, and that of one prompt."""
+    sizes = []
+
+    def run(packed):
+        sizes.append(packed.tokens.size)
+        return ()
+
+    pool = PromptPool(dataclasses.replace(ENGINE, prefill_rows=2), run, 1)
+    prompts = [(n,) * 60 for n in range(1, 9)]
+    pool.expect(prompts)
+    pool.take(prompts[0], 0)
+    set_aside = [(n,) * 61 for n in range(9, 20)]
+    for one in set_aside:
+        pool.expect([one])
+        pool.take(one, 0)
+    for one in prompts[1:]:
+        pool.take(one, 0)
+    assert sizes == [2 * 64, *[64] * 11, 2 * 64, 2 * 64, 2 * 64]
 
 
 def test_what_cannot_be_continued(baseline):

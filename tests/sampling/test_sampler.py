@@ -16,6 +16,7 @@ from klear_jax.data.packing import TokenSequence, pack
 from klear_jax.model import params as params_lib
 from klear_jax.model import qwen3
 from klear_jax.model.config import QWEN3
+from klear_jax.sampling import engine as engine_lib
 from klear_jax.sampling.config import EngineConfig
 from klear_jax.sampling.draw import Truncation
 from klear_jax.sampling.prompts import bucket
@@ -278,6 +279,35 @@ def test_an_abandoned_iterator_leaves_nothing_behind(params, baseline):
     # The old iterator's slots are gone: it says so instead of yielding what others drew.
     with pytest.raises(RuntimeError, match="later call"):
         list(left)
+
+
+def test_of_two_calls_the_earlier_one_is_refused(params):
+    """Also where it had not begun: it would decode into the other's cache."""
+    sampler = Sampler(params, CFG, MAIN, seed=SEED)
+    first, second = sampler.sample(REQUESTS[:4]), sampler.sample(REQUESTS[4:8])
+    next(second)
+    with pytest.raises(RuntimeError, match="later call"):
+        next(first)
+    assert len(list(second)) == 3
+
+
+def test_the_cache_goes_when_a_call_is_left(params, monkeypatch):
+    """It is memory that the training step can use."""
+    sampler = Sampler(params, CFG, MAIN, seed=SEED)
+    running = sampler.sample(REQUESTS)
+    assert sampler._state is None
+    next(running)
+    assert sampler._state is not None
+    running.close()
+    assert sampler._state is None
+
+    def broken(*args, **kwargs):
+        raise OSError("device lost")
+
+    monkeypatch.setattr(engine_lib, "generate", broken)
+    with pytest.raises(OSError, match="lost"):
+        list(sampler.sample(REQUESTS))
+    assert sampler._state is None
 
 
 def test_slots_left_going_are_stopped(params, baseline):
