@@ -235,7 +235,11 @@ def generate(
     """
     stop_ids = jnp.asarray(engine.stop_ids or (-1,), jnp.int32)
     key = jax.random.key(seed)
-    head = mesh_lib.constrain(qwen3.unembed(params).astype(cfg.dtype), None, "vocab")
+    # As it is stored: a transposed table would be written out anew in each dispatch.
+    if params.unembed is None:
+        head = mesh_lib.constrain(params.embed.astype(cfg.dtype), "vocab", None)
+    else:
+        head = mesh_lib.constrain(params.unembed.astype(cfg.dtype), None, "vocab")
     pages = jax.tree.map(jnp.asarray, pages)
     started = state.live.sum()
     shape = (engine.steps, state.tokens.shape[0])
@@ -295,7 +299,7 @@ def _mark(seen: Bool[Array, "s v"], tokens: Int[Array, " s"]) -> Bool[Array, "s 
 
 def decode_step(
     params: Params,
-    head: Float[Array, "d v"],
+    head: Float[Array, "d v"] | Float[Array, "v d"],
     state: DecodeState,
     pages: PageMap,
     *,
@@ -329,6 +333,6 @@ def decode_step(
     (hidden, pools), _ = jax.lax.scan(body, (hidden, state.pools), (every, params.blocks))
     hidden = layers.rms_norm(hidden[:, 0], params.final_norm, eps=cfg.norm_eps)
     logits = mesh_lib.einsum(
-        "sd,dv->sv", hidden, head, out=("batch", "vocab"), rules=SAMPLE, dtype=jnp.float32
+        "sd,vd->sv" if params.unembed is None else "sd,dv->sv", hidden, head, out=("batch", "vocab"), rules=SAMPLE, dtype=jnp.float32
     )
     return logits, pools
