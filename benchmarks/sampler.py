@@ -43,7 +43,7 @@ class Bench:
     """Tokens of a page."""
     steps: int = 32
     """Decode steps of a dispatch."""
-    narrowest: int | None = 4
+    narrowest: int | None = 1
     """`EngineConfig.narrowest`; None keeps all slots to the end."""
     worker: bool = False
     """Time this project in this process; what the driver starts."""

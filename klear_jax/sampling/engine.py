@@ -33,6 +33,12 @@ from klear_jax.sampling.draw import draw
 
 SAMPLE = mesh_lib.SAMPLE
 
+LARGE_TABLE = 2**23
+"""Entries of an output matrix that a CPU's caches do not hold."""
+
+FEW_ROWS = 2
+"""Up to here such a matrix is better read once for each row."""
+
 
 @struct.dataclass
 class DecodeState:
@@ -332,7 +338,35 @@ def decode_step(
     every = jnp.arange(cfg.layers)
     (hidden, pools), _ = jax.lax.scan(body, (hidden, state.pools), (every, params.blocks))
     hidden = layers.rms_norm(hidden[:, 0], params.final_norm, eps=cfg.norm_eps)
-    logits = mesh_lib.einsum(
-        "sd,vd->sv" if params.unembed is None else "sd,dv->sv", hidden, head, out=("batch", "vocab"), rules=SAMPLE, dtype=jnp.float32
+    return _logits(hidden, head, tied=params.unembed is None), pools
+
+
+def _logits(hidden: Float[Array, "s d"], head: Array, *, tied: bool) -> Float[Array, "s v"]:
+    def product(equation: str, hidden: Array) -> Array:
+        return mesh_lib.einsum(
+            equation, hidden, head, out=("batch", "vocab"), rules=SAMPLE, dtype=jnp.float32
+        )
+
+    if tied:
+        return product("sd,vd->sv", hidden)
+    plain = functools.partial(product, "sd,dv->sv")
+    if head.size < LARGE_TABLE:
+        return plain(hidden)
+
+    for_cpu = mesh_lib.sharded(
+        _large_product, inputs=(("batch", None), (None, "vocab")), outputs=("batch", "vocab"),
+        rules=SAMPLE,
+    )  # fmt: skip
+    return jax.lax.platform_dependent(
+        hidden, cpu=lambda hidden: for_cpu(hidden, head), default=plain
     )
-    return logits, pools
+
+
+def _large_product(hidden: Float[Array, "s d"], head: Float[Array, "d v"]) -> Float[Array, "s v"]:
+    """A few rows by a large table on a CPU. XLA hands the plain product to a library that repacks
+    the whole table; it leaves these forms to others, which take half to two thirds of the time."""
+    if hidden.shape[0] <= FEW_ROWS:
+        rows = [jnp.matmul(row, head, preferred_element_type=jnp.float32) for row in hidden]
+        return jnp.stack(rows)
+    turned = jax.lax.optimization_barrier(hidden.T)
+    return jnp.einsum("ds,dv->sv", turned, head, preferred_element_type=jnp.float32)

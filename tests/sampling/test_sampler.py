@@ -2,6 +2,7 @@
 """The sampler against slow references: a forward pass over the whole sequence for each token."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 
@@ -386,6 +387,33 @@ def test_noise_of_positions_and_members_is_independent(uniform):
     # 13 of 263 end a completion.
     ended = np.mean([t[-1] in STOPS for t in uniform])
     assert abs(ended - (1 - (250 / 263) ** 64)) < 0.05
+
+
+@pytest.mark.parametrize("spec", [None, pytest.param("data:2,tensor:2", marks=pytest.mark.slow)])
+def test_the_form_for_a_large_output_matrix_changes_nothing(params, baseline, spec, monkeypatch):
+    """Many rows, and few at the end; an output matrix of its own that equals the tied one."""
+    monkeypatch.setattr(engine_lib, "LARGE_TABLE", 1)
+    sizes, real = set(), engine_lib._large_product
+
+    def product(hidden, head):
+        sizes.add(hidden.shape[0])
+        return real(hidden, head)
+
+    monkeypatch.setattr(engine_lib, "_large_product", product)
+    assert CFG.tied
+    cfg = dataclasses.replace(CFG, tied=False)
+    untied = params.replace(unembed=params.embed.T)
+    if spec is None:
+        completions = list(Sampler(untied, cfg, engine(4, narrowest=2), seed=SEED).sample(REQUESTS))
+        assert sizes == {2, 4}
+    else:
+        mesh = make_mesh(MeshSpec.parse(spec), devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            untied = jax.tree.map(jax.device_put, untied, params_lib.shardings(cfg, mesh))
+            sampler = Sampler(untied, cfg, engine(8, narrowest=4), seed=SEED)
+            completions = list(sampler.sample(REQUESTS))
+        assert sizes == {2, 4}
+    assert_equal({c.id: c for c in completions}, baseline)
 
 
 @pytest.mark.slow
