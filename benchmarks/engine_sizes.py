@@ -8,10 +8,12 @@ DIR holds `common.py`, which writes the bench model (27 M parameters, random wei
 
 `time`: the same requests, about 128 live tokens each, in engines of several lengths that take
 turns; a step should cost what its live tokens cost. Timed are the dispatches after the first, each
-waited for: prompts and the empty cache, which a call pays once, are left out. `tokens`: the same requests in engines of
-several numbers of slots. A product of another number of rows is summed in another order, so a
-log-prob moves in its last bits and, rarely, a draw falls the other way; from then on two
-completions are unrelated. Log-probs are compared up to there: same tokens after same tokens.
+waited for: prompts and the empty cache, which a call pays once, are left out.
+
+`tokens`: the same requests in engines of several numbers of slots. A product of another number of
+rows is summed in another order, so a log-prob moves in its last bits and, rarely, a draw falls the
+other way; from then on two completions are unrelated. Log-probs are compared up to there: same
+tokens after same tokens.
 """
 
 import dataclasses

@@ -75,9 +75,11 @@ class EngineConfig:
         slots are in use, and more than one where there are many, so that dispatches stay long."""
         return max(self.slots // 16, 1)
 
-    def width_for(self, going: int, width: int) -> int:
-        """Slots to decode when `going` of `width` are left and nothing waits."""
-        while self.narrowest and max(2 * going, 2 * self.narrowest) <= width:
+    def width_for(self, going: int, width: int, pieces: int = 1) -> int:
+        """Slots to decode when `going` of `width` are left and nothing waits; a multiple of the
+        pieces that they are cut into."""
+        least = max(going, self.narrowest or width)
+        while width // 2 >= least and width // 2 % pieces == 0:
             width //= 2
         return width
 

@@ -39,7 +39,8 @@ class PackedPrompts:
 
 
 def pack_prompts(prompts: Sequence[Tokens], engine: EngineConfig, *, pieces: int) -> PackedPrompts:
-    """As many of the prompts, in their order, as `engine.prefill_rows` rows hold (one at least).
+    """As many of the prompts, in their order, as `engine.prefill_rows` rows hold (one at least), up
+    to one that is so much longer that most cells would be padding.
 
     The number of rows is a power of two times `pieces`, so few shapes are compiled.
     """
@@ -49,10 +50,16 @@ def pack_prompts(prompts: Sequence[Tokens], engine: EngineConfig, *, pieces: int
     used: list[int] = []
     row_pages = 0
     for number, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
-        row_pages = max(row_pages, bucket(len(prompt), engine) // engine.page)
-        row = next((i for i, count in enumerate(used) if count + need <= row_pages), len(used))
+        width = max(row_pages, bucket(len(prompt), engine) // engine.page)
+        row = next((i for i, count in enumerate(used) if count + need <= width), len(used))
         if row == most:
             break
+        if rows and width > row_pages:
+            # A long prompt would widen the rows of all short ones before it.
+            area = max(row + 1, len(rows)) * width
+            if area > 2 * (sum(used) + need) + width:
+                break
+        row_pages = width
         if row == len(used):
             rows.append([])
             used.append(0)
@@ -109,12 +116,17 @@ class PromptPool:
             del self._waiting[prompt]
             self._where.pop(prompt, None)
 
+    def has(self, prompt: Tokens, version: int) -> bool:
+        """Whether the prompt has been run with these weights and is kept."""
+        return version == self._version and prompt in self._where
+
     def take(self, prompt: Tokens, version: int) -> Source:
         """Where the prompt is under the weights of this version; it is run now if it has not been.
 
         Those that wait behind it are run along where no others are kept: what is kept lies outside
-        the page pool, and so stays one prefill of `engine.prefill_rows` rows, and that of the
-        prompt at hand. A prefix is let go of when all its prompts have been taken.
+        the page pool, and so stays one prefill of `engine.prefill_rows` rows, beside that of the
+        prompt at hand. A prefix is let go of when all its prompts have been taken; equal prompts
+        are to come one after the other.
         """
         if version != self._version:
             self._where, self._version = {}, version

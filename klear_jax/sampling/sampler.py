@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: requests in, completions out as each one finishes. Read `Sampler._run`."""
 
-import collections
 import contextlib
 import dataclasses
 import threading
@@ -85,7 +84,9 @@ class Sampler:
         """Number of the weights: 0 for the first, one more for each `update` with others."""
         self.copied_bytes = 0
         """Bytes that the last change of weights copied; 0 where they are the trainer's arrays."""
-        self._source: Callable[[], Any] = lambda: None
+        self._params: Params | None = None
+        # The trainer's arrays behind them, which may be gone by now.
+        self._sources: tuple[Callable[[], Any], ...] = ()
         self.update(params)
         self.engine = engine
         self.seed = seed
@@ -106,22 +107,38 @@ class Sampler:
         Raises:
             WeightMismatchError: the copy gives other log-probs than `params`.
         """
-        if self._source() is params.embed:
+        leaves = jax.tree.leaves(params)
+        known = [source() for source in self._sources]
+        if len(leaves) == len(known) and all(a is b for a, b in zip(leaves, known, strict=True)):
             return
         self.release()
         swapped = weights.swap(params, self.cfg, mesh=self.mesh, dtype=self.dtype)
         if swapped.copied_bytes:
             weights.probe(params, swapped.params, self.cfg, mesh=self.mesh)
-        self.params = swapped.params
+        self._params = swapped.params
         self.copied_bytes = swapped.copied_bytes
         self.version += 1
-        self._source = weakref.ref(params.embed)
+        self._sources = tuple(weakref.ref(leaf) for leaf in leaves)
+
+    @property
+    def params(self) -> Params:
+        """The weights that are sampled with.
+
+        Raises:
+            RuntimeError: there are none, since `release`, or an `update` that failed.
+        """
+        if self._params is None:
+            raise RuntimeError(
+                "this Sampler has let go of its weights (release(), or an update() that failed); "
+                "give it some with update(params) before it samples"
+            )
+        return self._params
 
     def release(self) -> None:
         """Let go of the weights, so that those of the next `update` are not held beside them."""
-        self.__dict__.pop("params", None)
+        self._params = None
         # Should that update fail, another must not take these for the ones that are here.
-        self._source = lambda: None
+        self._sources = ()
 
     def _on_mesh(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -132,7 +149,9 @@ class Sampler:
         Raises:
             ValueError: a request is empty, can never fit, or has no room for a token; the mesh does
                 not divide slots or pages.
+            RuntimeError: there are no weights.
         """
+        _ = self.params
         with self._on_mesh():
             return self._start(list(requests))
 
@@ -157,6 +176,9 @@ class Sampler:
             self._cancelled, self._interrupted = set(), False
         size = engine_lib.pages_of_piece(engine, pieces)
         pool = PagePool(engine, pieces=pieces, pages=pages, size=size)
+        # Equal prompts one after the other, so that each is run once and need not be kept for long.
+        first: dict[tuple[int, ...], int] = {}
+        requests.sort(key=lambda request: first.setdefault(request.feed, len(first)))
         return self._run(requests, engine, pool, self._call)
 
     def cancel(self, request_id: str) -> None:
@@ -185,7 +207,7 @@ class Sampler:
         try:
             yield from self._turns(requests, engine, pool, call)
         finally:
-            # The cache is memory that the training step can use, also where this was left half-way.
+            # Also where this was left half-way.
             if call == self._call:
                 self._state = None
 
@@ -205,6 +227,9 @@ class Sampler:
                 self._fill(schedule, prompts)
                 version = self.version
                 sent = self._dispatch(schedule) if schedule.running else None
+            if sent is None:
+                # The cache is memory that the caller can use.
+                self._state = None
             for one, by_string in ended:
                 yield schedule.completion(one, by_string)
                 self._check_current(call)
@@ -255,15 +280,28 @@ class Sampler:
 
     def _fill(self, schedule: Scheduler, prompts: PromptPool) -> None:
         """Give waiting requests free slots, and copy their prompts' pages there."""
-        by_prefix: dict[int, list[tuple[int, Running, Source]]] = collections.defaultdict(list)
-        for slot, one in schedule.start():
+        members: list[tuple[int, Running, Source]] = []
+
+        def insert() -> None:
+            if members:
+                new, prefix = self._insertion(members, schedule), members[0][2].prefix
+                self._state = engine_lib.insert(
+                    self._state, prefix, new, cfg=self.cfg, engine=schedule.engine
+                )
+                members.clear()
+
+        def add(slot: int, one: Running) -> None:
+            # One prefix at a time: the last one is let go of before another is made.
+            if not prompts.has(one.feed, self.version):
+                insert()
             source = prompts.take(one.feed, self.version)
-            by_prefix[id(source.prefix)].append((slot, one, source))
-        for members in by_prefix.values():
-            new = self._insertion(members, schedule)
-            self._state = engine_lib.insert(
-                self._state, members[0][2].prefix, new, cfg=self.cfg, engine=schedule.engine
-            )
+            if members and members[0][2].prefix is not source.prefix:
+                insert()
+            members.append((slot, one, source))
+
+        for slot, one in schedule.start():
+            add(slot, one)
+        insert()
 
     def _insertion(
         self, members: Sequence[tuple[int, Running, Source]], schedule: Scheduler

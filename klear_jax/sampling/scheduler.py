@@ -32,8 +32,8 @@ class Running:
         if request.continues is not None:
             done = request.continues
             self._keep(done.tokens, done.logprobs, done.drawn_logprobs, done.versions)
-            # A stop string may have begun in them; it was not complete, or they had ended by it.
-            self.stop_strings.find(done.tokens)
+            # A stop string may have begun in them.
+            self.stop_strings.pass_over(done.tokens)
 
     @property
     def last_length(self) -> int:
@@ -217,8 +217,8 @@ class Scheduler:
             for piece in range(pieces)
         ]
         most = pieces * max(map(len, of_piece))
-        fewer = self.engine.width_for(most, self.width)
-        if self.waiting or fewer == self.width or fewer % pieces:
+        fewer = self.engine.width_for(most, self.width, pieces)
+        if self.waiting or fewer == self.width:
             return None
         kept = []
         for piece, slots in enumerate(of_piece):
@@ -235,6 +235,6 @@ class Scheduler:
         """Free slots for which the next dispatch comes back early."""
         if self.waiting:
             return self.engine.refill
-        if self.engine.width_for(1, self.width) < self.width:
+        if self.engine.width_for(1, self.width, self.pool.pieces) < self.width:
             return max(len(self.running) - self.width // 2, 1)
         return self.width + 1

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+REPLACEMENT = "\ufffd"
+
 
 class StopStrings:
     """Watches the text of one completion as it grows."""
@@ -12,8 +14,8 @@ class StopStrings:
     def __init__(self, strings: tuple[str, ...], decode: Callable[[np.ndarray], str] | None):
         self._strings = strings
         self._decode = decode
-        # A string that ends in new tokens begins at most this many bytes before them, and
-        # so rarely more tokens; what is older need not be decoded again.
+        # A string that ends in new tokens begins at most this many bytes before them, and so at
+        # most as many tokens that show any text; what is older need not be decoded again.
         self._reach = max((len(s.encode()) for s in strings), default=1) - 1
         self._tail = np.zeros(0, np.int32)
 
@@ -38,15 +40,25 @@ class StopStrings:
         self._tail = self._end_of(window[low:])
         return low - old
 
+    def pass_over(self, tokens: np.ndarray) -> None:
+        """Tokens of an earlier call, before any new one: a string may begin in them, and one that
+        is complete does not count."""
+        if self._strings:
+            self._tail = self._end_of(tokens)
+            while self._holds(self._tail):
+                self._tail = self._tail[1:]
+
     def _end_of(self, tokens: np.ndarray) -> np.ndarray:
         """The last tokens, as many as a string that is not complete yet can begin in."""
         assert self._decode is not None
-        count = self._reach
-        # Special tokens may show no text at all. A letter that is cut at the front may show as
-        # three replacement characters.
-        while 0 < count < len(tokens) and len(self._decode(tokens[-count:])) < self._reach + 3:
-            count *= 2
-        return tokens[len(tokens) - min(count, len(tokens)) :]
+        if not self._reach:
+            return tokens[:0]
+        # The bytes of a letter that is cut show as a replacement character each.
+        text = self._decode(tokens[-self._reach :]).replace(REPLACEMENT, "?")
+        if len(text.encode()) < self._reach < len(tokens):
+            # Tokens that show no text at all, such as special ones: they are not in the way.
+            tokens = np.array([t for t in tokens if self._decode(np.array([t]))], np.int32)
+        return tokens[-self._reach :]
 
     def _holds(self, tokens: np.ndarray) -> bool:
         assert self._decode is not None

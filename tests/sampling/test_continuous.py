@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -220,9 +221,12 @@ def test_stop_strings_of_bytes_that_make_a_letter():
 
 
 def test_stop_strings_beside_tokens_without_text():
-    """Special tokens that the decoder leaves out, however many, do not break a string in two."""
+    """Special tokens that the decoder leaves out, however many, do not break a string in two, and
+    are not decoded again and again."""
+    decoded = []
 
     def decode(ids):
+        decoded.append(len(ids))
         return "".join("" if i == 0 else chr(i) for i in ids)
 
     for gap, size in itertools.product((0, 1, 5, 40), (1, 3, 64)):
@@ -234,6 +238,29 @@ def test_stop_strings_beside_tokens_without_text():
                 found.append(start + end)
                 break
         assert found == [len(ids) - 1], (gap, size)
+    decoded.clear()
+    watch = StopStrings(("abc",), decode)
+    for _ in range(100):
+        assert watch.find(np.zeros(32, np.int32)) is None
+    assert sum(decoded) < 100 * 32 * 4
+
+
+@pytest.mark.parametrize("kept", ["abxxxxab", "xxxxab", "abab", "xxxxxa", ""])
+def test_stop_strings_that_were_complete_before_do_not_count(kept):
+    """Nor does what they are made of; one that begins in the old tokens does."""
+
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    for strings, new, expected in (
+        (("ab", "xq"), "zzz", None),
+        (("ab", "xq"), "zab", 3),
+        (("ab", "bxy"), "xyz", 2 if kept.endswith("ab") else None),
+        (("ab", "xq"), "b", 1 if kept.endswith("a") else None),
+    ):
+        watch = StopStrings(strings, decode)
+        watch.pass_over(np.array([ord(c) for c in kept], np.int32))
+        assert watch.find(np.array([ord(c) for c in new], np.int32)) == expected, (strings, new)
 
 
 def test_stop_strings_need_a_decoder():
@@ -376,10 +403,21 @@ def test_a_failed_change_of_weights_can_be_repeated(monkeypatch):
         patch.setattr(sampler_lib.weights, "swap", full)
         with pytest.raises(MemoryError):
             run.update(weights(1))
+    with pytest.raises(RuntimeError, match=r"update\(params\)"):
+        run.sample(requests(4))
     run.update(weights(0))
     again = by_id(run.sample(requests(4)))
     for name, completion in first.items():
         same(again[name], completion)
+
+
+def test_weights_that_share_an_array_are_still_others():
+    run = sampler()
+    run.update(weights().replace(final_norm=2 * weights().final_norm))
+    assert run.version == 1
+    assert np.array_equal(run.params.final_norm, 2 * weights().final_norm)
+    run.update(run.params)
+    assert run.version == 1
 
 
 def test_prompts_run_ahead_are_bounded():
@@ -388,7 +426,7 @@ def test_prompts_run_ahead_are_bounded():
 
     def run(packed):
         sizes.append(packed.tokens.size)
-        return ()
+        return (len(sizes),)
 
     pool = PromptPool(dataclasses.replace(ENGINE, prefill_rows=2), run, 1)
     prompts = [(n,) * 60 for n in range(1, 9)]
@@ -401,6 +439,36 @@ def test_prompts_run_ahead_are_bounded():
     for one in prompts[1:]:
         pool.take(one, 0)
     assert sizes == [2 * 64, *[64] * 11, 2 * 64, 2 * 64, 2 * 64]
+
+
+@pytest.mark.parametrize("changes", [{"slots": 16}, {"slots": 8, "pages": 40}, {"slots": 2}])
+def test_few_prefixes_are_alive_at_a_time(changes, monkeypatch):
+    """However many slots start at once, whoever is set aside, and in whatever order prompts come:
+    one prefill and that of one prompt. Each prompt is run once, but for those set aside."""
+    run = sampler(stop_ids=(), **changes)
+    real, most = engine_lib.prefill, 0
+    held, sizes = set(), []
+
+    def prefill(*args, **kwargs):
+        nonlocal most
+        prefix = real(*args, **kwargs)
+        number = len(sizes)
+        sizes.append(args[1].size)
+        held.add(number)
+        weakref.finalize(prefix[0], held.discard, number)
+        most = max(most, len(held))
+        return prefix
+
+    monkeypatch.setattr(engine_lib, "prefill", prefill)
+    prompts = [(n + 1,) * 60 for n in range(12)]
+    asked = [
+        Request(f"{n}/{g}", p, 100 * n + g, 30) for g in range(2) for n, p in enumerate(prompts)
+    ]
+    assert len(list(run.sample(asked))) == 24
+    assert most <= 2
+    assert len(sizes) <= 6 + run.counts.set_aside
+    assert (run.counts.set_aside > 0) == ("pages" in changes)
+    assert held == set()
 
 
 def test_what_cannot_be_continued(baseline):
@@ -489,16 +557,18 @@ def test_work_follows_what_is_there_and_not_what_could_be(monkeypatch):
     assert walked[96] == walked[16 * 96]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_nothing_large_is_copied_in_a_dispatch(tied):
+@pytest.mark.parametrize(("tied", "large"), [(True, 2**23), (False, 2**23), (False, 1)])
+@pytest.mark.parametrize("slots", [2, 8])
+def test_nothing_large_is_copied_in_a_dispatch(tied, large, slots, monkeypatch):
     """The compiled decode loop writes the pages in place: no copy of a pool, for any of its steps
     or layers; and no transposed table of the vocabulary."""
+    monkeypatch.setattr(engine_lib, "LARGE_TABLE", large)
     cfg = dataclasses.replace(CFG, tied=tied, vocab=4096)
-    engine = dataclasses.replace(ENGINE, backend="jax", slots=8, length=4096)
+    engine = dataclasses.replace(ENGINE, backend="jax", slots=slots, length=4096)
     state = jax.eval_shape(lambda: engine_lib.init_state(cfg, engine))
     params = jax.eval_shape(lambda: params_lib.init(cfg, 0))
     pages = engine_lib.pages_of_piece(engine, 1)
-    shapes = [(8, engine.slot_pages), (pages,), (pages,), (1,)]
+    shapes = [(slots, engine.slot_pages), (pages,), (pages,), (1,)]
     page_map = cache_lib.PageMap(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = (
@@ -545,3 +615,17 @@ def test_no_more_prompts_than_fit():
     packed = pack_prompts(prompts, ENGINE, pieces=1)
     assert packed.tokens.shape == (2, 64)
     assert len(packed.pages) == 2
+
+
+def test_a_long_prompt_does_not_widen_the_rows_of_short_ones():
+    wide = dataclasses.replace(ENGINE, length=4096, prefill_rows=16)
+    short = [(1,) * 64] * 8
+    packed = pack_prompts([*short, (1,) * 4000, *short], wide, pieces=1)
+    assert packed.tokens.shape == (8, 64)
+    assert len(packed.pages) == 8
+    packed = pack_prompts([(1,) * 4000, *short, *short], wide, pieces=1)
+    assert packed.tokens.shape == (2, 4096)
+    assert len(packed.pages) == 17
+    # Lengths that are not far apart share a prefill.
+    packed = pack_prompts([(1,) * n for n in (60, 90, 120, 200)], wide, pieces=1)
+    assert len(packed.pages) == 4

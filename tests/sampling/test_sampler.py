@@ -134,6 +134,10 @@ def test_widths_are_halves_that_hold_what_is_going():
     widths = {going: config.width_for(going, 48) for going in (48, 25, 24, 13, 12, 7, 6, 1)}
     assert widths == {48: 48, 25: 48, 24: 24, 13: 24, 12: 12, 7: 12, 6: 6, 1: 6}
     assert engine(48).width_for(1, 48) == 48
+    # Cut into four pieces, each keeps as many.
+    config = engine(48, narrowest=1)
+    widths = {going: config.width_for(going, 48, 4) for going in (25, 24, 12, 4, 1)}
+    assert widths == {25: 48, 24: 24, 12: 12, 4: 12, 1: 12}
 
 
 @pytest.mark.parametrize("narrowest", [0, 17])
@@ -300,6 +304,11 @@ def test_the_cache_goes_when_a_call_is_left(params, monkeypatch):
     next(running)
     assert sampler._state is not None
     running.close()
+    assert sampler._state is None
+    # Also where the caller takes as many as there are, and does not ask for more.
+    running = sampler.sample(REQUESTS[:5])
+    for _ in range(5):
+        next(running)
     assert sampler._state is None
 
     def broken(*args, **kwargs):
