@@ -140,7 +140,7 @@ def test_a_resumed_state_passes(parts):
     state = jax.tree.map(jnp.copy, state)
     for _ in range(6):
         state, _ = parts.step(state, scored.batch, scored.microbatches, 1e-4)
-    parts.sampler.params = state.params
+    parts.sampler.update(state.params)
     assert not failures(dataclasses.replace(parts, state=state))
 
 
@@ -247,7 +247,7 @@ def test_a_loss_that_counts_fewer_tokens(parts):
 
 
 def test_a_sampler_of_other_weights(parts):
-    parts.sampler.params = params_lib.init(CFG, 1, parts.mesh)
+    parts.sampler.update(params_lib.init(CFG, 1, parts.mesh))
     only(parts, "sampler", "hand the sampler the trainer's parameters")
 
 
